@@ -1,0 +1,17 @@
+"""The full-graph gradient of a PyTorch loop in the memory of one iteration."""
+
+from __future__ import annotations
+
+from pure_loopgrad import errors as errors
+from pure_loopgrad._checkpoint import checkpoint as checkpoint
+from pure_loopgrad._grad import value_and_grad as value_and_grad
+from pure_loopgrad._grad import vjp as vjp
+from pure_loopgrad._map import map as map  # noqa: A004  # the names of jax.lax, always used as plg.map
+from pure_loopgrad._map import mean as mean
+from pure_loopgrad._map import sum as sum  # noqa: A004
+from pure_loopgrad._module import from_module as from_module
+from pure_loopgrad._run import Report as Report
+from pure_loopgrad._run import Run as Run
+from pure_loopgrad._run import run as run
+from pure_loopgrad._version import __version__ as __version__
+from pure_loopgrad.errors import LoopGradError as LoopGradError

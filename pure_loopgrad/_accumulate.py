@@ -1,0 +1,94 @@
+"""Where the outputs of a loop's chunks go: sums are added up in place, stacks are written into one buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pure_loopgrad._body import Tensors, accumulation_dtype
+
+
+@dataclass
+class Outputs:
+    """Takes the chunks' outputs in order. Runs with grad mode off, on plain tensors."""
+
+    n: int
+    sums: list[Sum] = field(default_factory=list)
+    stacks: list[Stack] = field(default_factory=list)
+    started: bool = False
+
+    def add(self, iterations: range, sums: Tensors, stacks: Tensors) -> None:
+        """Adds one chunk; nothing of it is kept but what is copied, unless it is the only one."""
+        if not self.started:
+            self.sums = [Sum() for _ in sums]
+            self.stacks = [Stack(self.n) for _ in stacks]
+            self.started = True
+        for total, term in zip(self.sums, sums, strict=True):
+            total.add(term.detach())
+        for stack, part in zip(self.stacks, stacks, strict=True):
+            stack.add(iterations, part.detach())
+
+    def finish(self, inputs: Tensors) -> tuple[list[Tensor], list[Tensor]]:
+        """The results, none of which shares memory with an input or with another result."""
+        results = own([*(s.value() for s in self.sums), *(s.value() for s in self.stacks)], inputs)
+        return results[: len(self.sums)], results[len(self.sums) :]
+
+
+@dataclass
+class Sum:
+    """A running sum. The first term is only referred to, since it may be an input; the first addition makes room."""
+
+    total: Tensor | None = None
+    dtype: torch.dtype | None = None
+    owned: bool = False
+
+    def add(self, term: Tensor) -> None:
+        if self.total is None:
+            self.total, self.dtype = term, term.dtype
+        elif self.owned:
+            self.total.add_(term)
+        else:
+            wide = accumulation_dtype(self.total.dtype)
+            self.total = torch.add(self.total.to(wide), term)
+            self.owned = True
+
+    def value(self) -> Tensor:
+        assert self.total is not None and self.dtype is not None
+        return self.total.to(self.dtype)
+
+
+@dataclass
+class Stack:
+    """n entries in one buffer, allocated with the first chunk; a chunk that is all of them is taken as it is."""
+
+    n: int
+    buffer: Tensor | None = None
+
+    def add(self, iterations: range, part: Tensor) -> None:
+        if len(iterations) == self.n:
+            self.buffer = part
+            return
+        if self.buffer is None:
+            self.buffer = part.new_empty((self.n, *part.shape[1:]))
+        self.buffer[iterations.start : iterations.stop] = part
+
+    def value(self) -> Tensor:
+        assert self.buffer is not None
+        return self.buffer
+
+
+def own(tensors: Sequence[Tensor], inputs: Tensors) -> list[Tensor]:
+    """Copies each tensor that shares storage with an input or with one before it.
+
+    An autograd.Function must not return such a tensor, and a caller who changes one in place expects no other to move.
+    """
+    taken = {t.untyped_storage().data_ptr() for t in inputs}
+    result = []
+    for t in tensors:
+        pointer = t.untyped_storage().data_ptr()
+        result.append(t.clone() if pointer in taken and pointer != 0 else t)
+        taken.add(pointer)
+    return result

@@ -1,0 +1,133 @@
+"""The derivatives of a body are bodies again: its vjp, its jvp and its vmap.
+
+For a body (consts, xs) -> (sums, stacks) of one chunk:
+
+    vjp   (consts + dsums, xs + dstacks)   -> (dconsts, dxs)          summed over chunks, stacked along them
+    jvp   (consts + dconsts, xs + dxs)     -> (dsums, dstacks)
+    vmap  the same body, batched; the batch axis of xs and stacks comes second, behind that of the iterations
+
+Each calls the body beneath it exactly once, so that the random numbers it draws are those of the first pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from pure_loopgrad._body import ChunkBody, Randomness, Tensors
+
+T = TypeVar("T")
+Mask = tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class VjpBody:
+    """The pullback of `base`, for the inputs `wrt`, from cotangents of the outputs marked in `sums` and `stacks`."""
+
+    base: ChunkBody
+    n_consts: int
+    n_xs: int
+    wrt: Mask  # over consts, then xs
+    sums: Mask
+    stacks: Mask
+
+    @property
+    def n_sums(self) -> int:
+        return sum(self.wrt[: self.n_consts])
+
+    def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
+        inputs = [*consts[: self.n_consts], *xs[: self.n_xs]]
+        cotangents = [*consts[self.n_consts :], *xs[self.n_xs :]]
+
+        def outputs(*primals: Tensor) -> tuple[Tensor, ...]:
+            full = put(inputs, self.wrt, primals)
+            sums, stacks = self.base(full[: self.n_consts], full[self.n_consts :])
+            return (*compress(sums, self.sums), *compress(stacks, self.stacks))
+
+        grads = pull_back(outputs, list(compress(inputs, self.wrt)), cotangents)
+        n = sum(self.wrt[: self.n_consts])
+        return grads[:n], grads[n:]
+
+
+@dataclass(frozen=True)
+class JvpBody:
+    """The tangents of `base`'s outputs marked in `sums` and `stacks`, along those of the inputs `wrt`."""
+
+    base: ChunkBody
+    n_consts: int
+    n_xs: int
+    wrt: Mask
+    sums: Mask
+    stacks: Mask
+
+    @property
+    def n_sums(self) -> int:
+        return sum(self.sums)
+
+    def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
+        inputs = [*consts[: self.n_consts], *xs[: self.n_xs]]
+        tangents = (*consts[self.n_consts :], *xs[self.n_xs :])
+
+        def outputs(*primals: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+            full = put(inputs, self.wrt, primals)
+            sums, stacks = self.base(full[: self.n_consts], full[self.n_consts :])
+            return tuple(compress(sums, self.sums)), tuple(compress(stacks, self.stacks))
+
+        # with grad mode off, some ops choose a backward formula that has no forward derivative (silu)
+        with torch.enable_grad():
+            _, (dsums, dstacks) = torch.func.jvp(outputs, tuple(compress(inputs, self.wrt)), tangents)
+        return dsums, dstacks
+
+
+@dataclass(frozen=True)
+class VmapBody:
+    """`base` for a whole batch; `batched` marks the inputs that have a batch axis."""
+
+    base: ChunkBody
+    n_consts: int
+    batched: Mask
+    randomness: Randomness
+
+    @property
+    def n_sums(self) -> int:
+        return self.base.n_sums
+
+    def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
+        dims = [(0 if i < self.n_consts else 1) if b else None for i, b in enumerate(self.batched)]
+
+        def outputs(*inputs: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+            sums, stacks = self.base(inputs[: self.n_consts], inputs[self.n_consts :])
+            return tuple(sums), tuple(stacks)
+
+        over_batch = torch.func.vmap(outputs, tuple(dims), out_dims=(0, 1), randomness=self.randomness)
+        return over_batch(*consts, *xs)
+
+
+def pull_back(
+    fn: Callable[..., tuple[Tensor, ...]], primals: Sequence[Tensor], cotangents: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """The vjp of a chunk, in one go."""
+    _, pullback = torch.func.vjp(fn, *primals)
+    return run_pullback(pullback, cotangents, last=True)
+
+
+def run_pullback(pullback: Callable[..., Any], cotangents: Sequence[Tensor], *, last: bool) -> tuple[Tensor, ...]:
+    """The one place where a backward runs.
+
+    Grad mode decides whether the backward is itself recorded: off in a loop's first derivative, so that nothing is
+    kept; on inside another derived body, which needs it. The last run frees the graph as it walks it, where nobody will
+    walk it again. `retain_graph` is an argument of torch's pullback that its documentation does not list;
+    tests/test_derived.py says so if it goes.
+    """
+    return pullback(tuple(cotangents), retain_graph=not last or torch.is_grad_enabled())
+
+
+def put(values: Sequence[T], mask: Iterable[bool], replacements: Iterable[T]) -> list[T]:
+    """`values` with those that the mask marks replaced, in order."""
+    new = iter(replacements)
+    return [next(new) if marked else value for value, marked in zip(values, mask, strict=True)]

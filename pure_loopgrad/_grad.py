@@ -1,0 +1,192 @@
+"""Gradient transforms that stream: no graph is built for more than one chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from torch import Tensor
+
+from pure_loopgrad import _run, _tree
+from pure_loopgrad._body import Randomness
+from pure_loopgrad._derived import Mask, put
+from pure_loopgrad._levels import is_wrapped, without_graph
+from pure_loopgrad._loop import pull_back_loop
+from pure_loopgrad._loss import Gradients, Loss, pull_back_loss
+from pure_loopgrad._onepass import OnePassBody, contract
+from pure_loopgrad._reduce import Body, Options, Prepared, Reduce, Weights, prepare
+from pure_loopgrad._tree import PyTree
+from pure_loopgrad.errors import LoopTypeError, LoopValueError
+
+Plan = Literal["auto", "one_pass", "two_pass"]
+Argnums: TypeAlias = "int | tuple[int, ...]"
+
+# K numbers cost F + K B in one pass against 2F + B in two. With B = 2F that is even at K = 1.5 for a body that computes;
+# a small body is dominated by the cost of its calls, and gains up to about 4.
+ONE_PASS_LIMIT = 4
+
+
+def vjp(
+    body: Body,
+    params: PyTree,
+    xs: PyTree,
+    *,
+    reduce: Reduce = "stack",
+    weights: Weights = None,
+    chunk_size: int | None = 1,
+    batched: bool = False,
+    randomness: Randomness = "error",
+    run: _run.Run | None = None,
+) -> tuple[PyTree, Callable[[PyTree], tuple[PyTree, PyTree]]]:
+    options = Options(reduce, weights, chunk_size, batched, randomness, run)
+    prepared, wrt = _prepare_without_graph(body, params, xs, options, (0, 1))
+    raw = prepared.run()
+    ys = prepared.finish(raw)
+
+    def pullback(dys: PyTree) -> tuple[PyTree, PyTree]:
+        cotangents = prepared.raw_cotangents(raw, _cotangent_leaves(ys, dys))
+        return prepared.gradient_trees(pull_back_loop(prepared.loop, prepared.inputs, wrt, cotangents))
+
+    return ys, pullback
+
+
+def value_and_grad(
+    body: Body,
+    loss: Loss | None = None,
+    *,
+    reduce: Reduce = "stack",
+    argnums: Argnums = 0,
+    weights: Weights = None,
+    chunk_size: int | None = 1,
+    batched: bool = False,
+    randomness: Randomness = "error",
+    plan: Plan = "auto",
+    run: _run.Run | None = None,
+) -> Callable[[PyTree, PyTree], tuple[Tensor, PyTree]]:
+    options = Options(reduce, weights, chunk_size, batched, randomness, run)
+    which = _check_argnums(argnums)
+    _check_plan(plan, reduce, loss)
+
+    def value_and_gradient(params: PyTree, xs: PyTree) -> tuple[Tensor, PyTree]:
+        prepared, wrt = _prepare_without_graph(body, params, xs, options, which)
+        first = _first_pass(prepared, wrt, plan)
+        pulled = pull_back_loss(loss, prepared, wrt, first.raw)
+        if first.jacobians:
+            through = _contracted(first, prepared.inputs, wrt, pulled.cotangents)
+        else:
+            through = pull_back_loop(prepared.loop, prepared.inputs, wrt, pulled.cotangents)
+        _report(_run.current(run), loss, first)
+        grads = prepared.gradient_trees([_add(a, b) for a, b in zip(pulled.direct, through, strict=True)])
+        return pulled.value, grads[argnums] if isinstance(argnums, int) else tuple(grads[i] for i in argnums)
+
+    return value_and_gradient
+
+
+@dataclass(frozen=True)
+class FirstPass:
+    """The loop's raw outputs, and the jacobians of the sums where one pass was enough."""
+
+    raw: list[Tensor]
+    jacobians: list[Tensor]  # for the marked consts, with the K rows first; then for the marked xs, with them second
+    n_numbers: int
+
+
+def _first_pass(prepared: Prepared, wrt: Mask, plan: Plan) -> FirstPass:
+    """Runs the loop forward, with jacobians where that is the better plan."""
+    n_consts = prepared.loop.n_consts
+    if plan == "two_pass" or prepared.reduce == "stack" or not any(wrt):
+        return FirstPass(prepared.run(), [], 0)
+    over_xs = any(wrt[n_consts:])  # their jacobians are stacked, so more than one row would outgrow the gradient
+    limit = 2**62 if plan == "one_pass" else 1 if over_xs else ONE_PASS_LIMIT
+    body = OnePassBody(prepared.chunk, n_consts, wrt, limit)
+    sums, stacks = replace(prepared.loop, body=body)(prepared.consts, prepared.xs)
+    if plan == "one_pass" and not body.pays:
+        raise LoopValueError("plan='one_pass' needs a summed output of real floats; use plan='auto'")
+    n = prepared.chunk.n_sums
+    return FirstPass([*sums[:n]], [*sums[n:], *stacks], body.n_numbers)
+
+
+def _contracted(first: FirstPass, inputs: Sequence[Tensor], wrt: Mask, cotangents: Gradients) -> Gradients:
+    """The loss's cotangents times the jacobians: one gradient for each marked input."""
+    given = [c for c in cotangents if c is not None]
+    wanted = [t for t, w in zip(inputs, wrt, strict=True) if w]
+    grads = [contract(given, j, like) for j, like in zip(first.jacobians, wanted, strict=True)]
+    return put([None] * len(inputs), wrt, grads)
+
+
+def _prepare_without_graph(
+    body: Body, params: PyTree, xs: PyTree, options: Options, argnums: tuple[int, ...]
+) -> tuple[Prepared, Mask]:
+    """The loop with live parameters as constants, and which of its inputs are differentiated.
+
+    Where some leaf of params requires grad, those that do not are frozen: that is how torch.nn freezes a layer.
+    """
+    if isinstance(options.weights, Tensor):
+        options = replace(options, weights=without_graph(options.weights))
+    prepared = prepare(body, params, xs, options)
+    live = any(t.requires_grad and not is_wrapped(t) for t in prepared.consts)
+    over_params = [
+        0 in argnums and _tree.is_differentiable(t) and (not live or t.requires_grad or is_wrapped(t))
+        for t in prepared.consts
+    ]
+    n_xs = prepared.xs_skeleton.n_tensors  # weights may stand behind them
+    over_xs = [1 in argnums and i < n_xs and _tree.is_differentiable(t) for i, t in enumerate(prepared.xs)]
+    constant = replace(
+        prepared, consts=[without_graph(t) for t in prepared.consts], xs=[without_graph(t) for t in prepared.xs]
+    )
+    return constant, (*over_params, *over_xs)
+
+
+def _cotangent_leaves(ys: PyTree, dys: PyTree) -> Gradients:
+    """The cotangents in the order of the outputs' leaves; None stands for zero.
+
+    Raises:
+        LoopValueError: the structure, a shape or a dtype differs from the output's.
+    """
+    leaves, skeleton = _tree.split(ys)
+    try:
+        cotangents: Gradients = skeleton.spec.flatten_up_to(dys)
+    except ValueError as error:
+        raise LoopValueError(f"the cotangents do not have the structure of the outputs: {error}") from None
+    for path, y, dy in zip(skeleton.tensor_paths("dys"), leaves, cotangents, strict=True):
+        if dy is not None and _tree.is_differentiable(y) and (dy.shape, dy.dtype) != (y.shape, y.dtype):
+            raise LoopValueError(
+                f"{path} has {_tree.describe(dy)}, but a cotangent is like its output: {_tree.describe(y)}"
+            )
+    return cotangents
+
+
+def _check_argnums(argnums: Argnums) -> tuple[int, ...]:
+    which = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if not which or any(i not in (0, 1) for i in which):
+        raise LoopValueError(f"argnums={argnums!r}: expected 0 (params), 1 (xs) or a tuple of these")
+    return which
+
+
+def _check_plan(plan: Plan, reduce: Reduce, loss: Loss | None) -> None:
+    if plan not in ("auto", "one_pass", "two_pass"):
+        raise LoopValueError(f"plan={plan!r}: expected 'auto', 'one_pass' or 'two_pass'")
+    if plan == "one_pass" and reduce == "stack":
+        raise LoopValueError("plan='one_pass' needs reduce='sum' or 'mean': the jacobian of a stack is a stack")
+    if loss is None and reduce == "stack":
+        raise LoopValueError("a stack is no scalar: give a loss(params, ys), or reduce='sum' or 'mean'")
+    if loss is not None and not callable(loss):
+        raise LoopTypeError(f"loss is a {type(loss).__name__}; expected a function loss(params, reduced)")
+
+
+def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return a if b is None else b
+    return a + b
+
+
+def _report(run: _run.Run, loss: Loss | None, first: FirstPass) -> None:
+    if run.report is None:
+        return
+    if not first.jacobians:
+        run.report(_run.Report("two passes", 2, "the loss needs all outputs, or they are more than a few numbers"))
+    elif loss is None:
+        run.report(_run.Report("sum of scalars", 1, "the value is the sum of the body's scalars"))
+    else:
+        run.report(_run.Report("few summed numbers", 1, f"the loss sees {first.n_numbers} number(s) in all"))

@@ -1,0 +1,31 @@
+"""What torch.func has going on: the level of a wrapped tensor, and how many transforms are active.
+
+Private names of torch, kept in this one place: there is no public way to ask. tests/test_levels.py is a canary that says
+so if they move.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def is_wrapped(t: Tensor) -> bool:
+    """Whether the tensor belongs to a torch.func transform."""
+    return torch.func.debug_unwrap(t) is not t
+
+
+def level_of(t: Tensor) -> int:
+    """The level of the transform that wrapped the tensor; negative for a plain tensor."""
+    return int(torch._C._functorch.maybe_get_level(t))
+
+
+def active_levels() -> int:
+    """How many torch.func transforms are active here."""
+    top = torch._C._functorch.peek_interpreter_stack()
+    return 0 if top is None else int(top.level())
+
+
+def without_graph(t: Tensor) -> Tensor:
+    """A live parameter as a constant. A tensor of an outer torch.func transform stays what it is: that one asks."""
+    return t.detach() if t.requires_grad and not is_wrapped(t) else t

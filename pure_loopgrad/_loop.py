@@ -1,0 +1,156 @@
+"""The primitive: a loop that sums and stacks, closed under differentiation and batching.
+
+    loop(body; consts, xs) -> (S, Y)      (s_i, y_i) = body(consts, x_i)      S = sum_i s_i      Y = stack_i y_i
+
+Its vjp, jvp and vmap are loops again, whose bodies are those of `_derived`, so that a derivative of any order runs in
+the memory of one chunk. Only the inputs are kept between a pass and the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pure_loopgrad import _tree
+from pure_loopgrad._accumulate import Outputs
+from pure_loopgrad._body import ChunkBody, Tensors, Trace, where
+from pure_loopgrad._derived import JvpBody, Mask, VjpBody, VmapBody, put
+from pure_loopgrad._run import Check
+from pure_loopgrad._shapes import outputs_of_none
+from pure_loopgrad.errors import ImpureBodyError, LoopGradError, add_note
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop, all but its tensors."""
+
+    body: ChunkBody
+    n: int
+    chunk_size: int
+    n_consts: int
+    trace: Trace
+    check: Check = "first"
+    first_pass: bool = True  # else a later one, which replays what the first one saw
+
+    def __call__(self, consts: Tensors, xs: Tensors) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Runs the loop under whatever transforms are active. Returns (sums, stacks)."""
+        outs = _LoopFunction.apply(self, *consts, *xs)
+        n = self.body.n_sums
+        return outs[:n], outs[n:]
+
+
+class _LoopFunction(torch.autograd.Function):
+    """The only autograd.Function of the library."""
+
+    @staticmethod
+    def forward(loop: Loop, *inputs: Tensor) -> tuple[Tensor, ...]:
+        # below all functorch levels here; without detach, live parameters would record a graph beside ours
+        inputs = tuple(t.detach() for t in inputs)
+        sums, stacks = _run(loop, inputs[: loop.n_consts], inputs[loop.n_consts :])
+        return (*sums, *stacks)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        loop, *tensors = inputs
+        ctx.loop = loop
+        ctx.differentiable = tuple(_tree.is_differentiable(t) for t in output)
+        ctx.set_materialize_grads(False)  # a missing cotangent is skipped, not made of zeros
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        needs = zip(ctx.needs_input_grad[1:], ctx.saved_tensors, strict=True)
+        wrt = tuple(need and _tree.is_differentiable(t) for need, t in needs)
+        return (None, *pull_back_loop(ctx.loop, ctx.saved_tensors, wrt, cotangents))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        wrt = tuple(t is not None for t in tangents)
+        nothing: list[Tensor | None] = [None] * len(ctx.differentiable)
+        if not any(wrt) or not any(ctx.differentiable):
+            return tuple(nothing)
+        given = [t for t in tangents if t is not None]
+        outs = _derive(JvpBody, ctx.loop, ctx.saved_tensors, wrt, ctx.differentiable, given)
+        return tuple(put(nothing, ctx.differentiable, outs))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], loop: Loop, *inputs: Tensor) -> tuple[Any, Any]:
+        dims, nc = in_dims[1:], loop.n_consts
+        moved = [
+            t if d is None else t.movedim(d, 0 if i < nc else 1)
+            for i, (t, d) in enumerate(zip(inputs, dims, strict=True))
+        ]
+        body = VmapBody(loop.body, nc, tuple(d is not None for d in dims), info.randomness)
+        sums, stacks = replace(loop, body=body)(moved[:nc], moved[nc:])
+        return (*sums, *stacks), (*(0 for _ in sums), *(1 for _ in stacks))
+
+
+def pull_back_loop(loop: Loop, inputs: Tensors, wrt: Mask, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The vjp of a loop, as a loop: one gradient for each input, None for those not in `wrt`."""
+    given = tuple(c is not None for c in cotangents)
+    if not any(wrt) or not any(given):
+        return [None] * len(inputs)
+    return put([None] * len(inputs), wrt, _derive(VjpBody, loop, inputs, wrt, given, [c for c in cotangents if c is not None]))
+
+
+def _derive(
+    kind: type[VjpBody] | type[JvpBody], loop: Loop, inputs: Tensors, wrt: Mask, outs: Mask, extra: Tensors
+) -> tuple[Tensor, ...]:
+    """Runs the derived loop; `extra` are the cotangents of `outs` for a vjp, the tangents of `wrt` for a jvp."""
+    nc, ns = loop.n_consts, loop.body.n_sums
+    body = kind(loop.body, nc, len(inputs) - nc, wrt, outs[:ns], outs[ns:])
+    n_shared = sum(outs[:ns]) if kind is VjpBody else sum(wrt[:nc])
+    derived = replace(loop, body=body, n_consts=nc + n_shared, first_pass=False)
+    sums, stacks = derived([*inputs[:nc], *extra[:n_shared]], [*inputs[nc:], *extra[n_shared:]])
+    return (*sums, *stacks)
+
+
+def _run(loop: Loop, consts: Tensors, xs: Tensors) -> tuple[list[Tensor], list[Tensor]]:
+    """The loop itself, on plain tensors: one chunk after the other, each freed before the next one starts."""
+    if loop.n == 0:
+        return outputs_of_none(loop.body, consts, xs)
+    outputs = Outputs(loop.n)
+    versions = [t._version for t in (*consts, *xs)]
+    tape = loop.trace.tape
+    with (tape.recording if loop.first_pass else tape.replaying)(loop.trace.devices) as rng:
+        for i, iterations in enumerate(chunks(loop.n, loop.chunk_size)):
+            loop.trace.iterations = iterations
+            rng.start(i)
+            outputs.add(iterations, *_run_chunk(loop, i, consts, xs))
+            rng.finish(i)
+    _refuse_changed(versions, (*consts, *xs))
+    return outputs.finish((*consts, *xs))
+
+
+def chunks(n: int, size: int) -> Iterator[range]:
+    """Cuts n iterations into ranges of `size`; the last one holds the remainder."""
+    return (range(start, min(start + size, n)) for start in range(0, n, size))
+
+
+def _run_chunk(loop: Loop, i: int, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
+    trace, it = loop.trace, loop.trace.iterations
+    trace.watching = loop.first_pass and trace.grad_mode and (loop.check == "all" or (loop.check == "first" and i == 0))
+    try:
+        return loop.body(consts, [x.narrow(0, it.start, len(it)) for x in xs])
+    except LoopGradError:
+        raise
+    except Exception as error:
+        add_note(error, f"in {where(trace)} of a loop of {loop.n}, chunk_size={loop.chunk_size}")
+        raise
+    finally:
+        trace.watching = False
+
+
+def _refuse_changed(versions: list[int], inputs: Tensors) -> None:
+    """Raises if the body wrote into an input: the next pass would start from something else."""
+    changed = [t for before, t in zip(versions, inputs, strict=True) if t._version != before]
+    if changed:
+        raise ImpureBodyError(
+            f"the body changed an input in place ({', '.join(map(_tree.describe, changed))}), which a recomputation "
+            f"would see changed. Work on a copy: x.clone()"
+        )

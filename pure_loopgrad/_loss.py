@@ -1,0 +1,81 @@
+"""The loss on a loop's reduced outputs: its value, once, and where its gradient goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pure_loopgrad import _tree
+from pure_loopgrad._capture import Watch, refuse_captured
+from pure_loopgrad._derived import Mask, put, run_pullback
+from pure_loopgrad._levels import active_levels
+from pure_loopgrad._reduce import Prepared
+from pure_loopgrad.errors import LoopTypeError
+
+Loss: TypeAlias = Callable[[Any, Any], Tensor]
+Gradients: TypeAlias = "list[Tensor | None]"
+
+
+@dataclass(frozen=True)
+class PulledBack:
+    """A loss's value, its gradient with respect to params as it uses them itself, and to each output of the loop."""
+
+    value: Tensor
+    direct: Gradients  # one for each input of the loop
+    cotangents: Gradients  # one for each raw output
+
+
+def pull_back_loss(loss: Loss | None, prepared: Prepared, wrt: Mask, raw: Sequence[Tensor]) -> PulledBack:
+    """Evaluates the loss exactly once, on tensors without a graph. Without a loss, the output is the value."""
+    reduced = prepared.finish(raw)
+    leaves, skeleton = _tree.split(reduced)
+    nothing: Gradients = [None] * len(prepared.inputs)
+    if loss is None:
+        value = _scalar(leaves[0] if len(leaves) == 1 else reduced, "without a loss, the reduced output of the body")
+        return PulledBack(value, nothing, prepared.raw_cotangents(raw, [torch.ones_like(value)]))
+
+    n_consts = prepared.loop.n_consts
+    floats = tuple(_tree.is_differentiable(t) for t in leaves)
+    mask = (*wrt[:n_consts], *floats)
+
+    def value_of(*primals: Tensor) -> tuple[Tensor]:
+        both = put([*prepared.consts, *leaves], mask, primals)
+        args = prepared.params.fill(both[:n_consts]), skeleton.fill(both[n_consts:])
+        return (_watched(loss, args, both, prepared),)
+
+    value, grads = _value_and_grads(value_of, list(compress([*prepared.consts, *leaves], mask)))
+    every: Gradients = put([None] * len(mask), mask, grads)
+    direct = put(nothing, (*wrt[:n_consts], *(False for _ in wrt[n_consts:])), every[:n_consts])
+    return PulledBack(value, direct, prepared.raw_cotangents(raw, every[n_consts:]))
+
+
+def _value_and_grads(fn: Callable[..., tuple[Tensor]], primals: list[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+    if not primals:
+        return fn()[0], ()
+    (value,), pullback = torch.func.vjp(fn, *primals)
+    # without an outer transform nobody differentiates this again, so the loss's backward is not recorded
+    with torch.set_grad_enabled(torch.is_grad_enabled() and active_levels() > 0):
+        return value, run_pullback(pullback, [torch.ones_like(value)], last=True)
+
+
+def _watched(loss: Loss, args: tuple[Any, Any], given: Sequence[Tensor], prepared: Prepared) -> Tensor:
+    """The loss's value; a loss that reads a parameter of its own is refused like a body that does."""
+    if prepared.loop.check == "off":
+        return _scalar(loss(*args), "the loss")
+    with Watch(loss, given, what="loss") as watch:
+        value = _scalar(loss(*args), "the loss")
+    refuse_captured(watch, [value])
+    return value
+
+
+def _scalar(value: Any, what: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise LoopTypeError(f"{what} is a {type(value).__name__}; a gradient needs one real scalar tensor")
+    if value.dim() != 0 or not value.is_floating_point():
+        raise LoopTypeError(f"{what} has {_tree.describe(value)}; a gradient needs one real scalar: shape ()")
+    return value

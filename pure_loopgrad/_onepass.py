@@ -1,0 +1,87 @@
+"""The one-pass rule: where a loop's summed output is a few numbers z, dz/dparams can be added up with it.
+
+The chain rule does the rest: d loss(z) = sum_k dloss/dz_k dz_k, so no iteration runs forward a second time. An iteration
+costs F + K B for K numbers instead of 2F + B, in K gradients of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import compress
+
+import torch
+from torch import Tensor
+
+from pure_loopgrad import _tree
+from pure_loopgrad._body import Chunk, Tensors, accumulation_dtype
+from pure_loopgrad._derived import Mask, put, run_pullback
+
+
+@dataclass(frozen=True)
+class OnePassBody:
+    """A summing chunk together with its jacobian, if its differentiable outputs hold at most `limit` numbers.
+
+    The sums are those of the chunk, then for each marked const a jacobian of shape (K, *const.shape). The stacks are,
+    for each marked x, the same with the iterations first. Beyond the limit there are only the chunk's own sums.
+    """
+
+    base: Chunk
+    n_consts: int
+    wrt: Mask  # over consts, then xs
+    limit: int
+
+    @property
+    def n_sums(self) -> int:
+        return self.base.n_sums + (sum(self.wrt[: self.n_consts]) if self.pays else 0)
+
+    @property
+    def n_numbers(self) -> int:
+        """How many differentiable numbers one iteration adds to the sums; known once the body has run."""
+        return sum(shape.numel() for shape, dtype in self.base.body.trace.shapes if dtype.is_floating_point)
+
+    @property
+    def pays(self) -> bool:
+        """Whether the jacobian is worth carrying; known once the body has run. A complex z would need two rows."""
+        is_complex = any(dtype.is_complex for _, dtype in self.base.body.trace.shapes)
+        return 0 < self.n_numbers <= self.limit and not is_complex
+
+    def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
+        if self.base.body.trace.shapes and not self.pays:
+            return self.base(consts, xs)
+        inputs = [*consts, *xs]
+
+        def outputs(*primals: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+            full = put(inputs, self.wrt, primals)
+            sums, _ = self.base(full[: self.n_consts], full[self.n_consts :])
+            return tuple(s for s in sums if _tree.is_differentiable(s)), tuple(sums)
+
+        _, pullback, sums = torch.func.vjp(outputs, *compress(inputs, self.wrt), has_aux=True)
+        if not self.pays:
+            return sums, ()
+        rows = self._rows(pullback, [s for s in sums if _tree.is_differentiable(s)])
+        n = sum(self.wrt[: self.n_consts])
+        jacobians = list(zip(*rows, strict=True))
+        return [*sums, *(_stack(j, 0) for j in jacobians[:n])], [_stack(j, 1) for j in jacobians[n:]]
+
+    def _rows(self, pullback: Callable[..., tuple[Tensor, ...]], sums: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+        """One pullback for each number, from a cotangent of one there and zero elsewhere."""
+        for k in range(self.n_numbers):
+            basis = torch.zeros(self.n_numbers, device=sums[0].device)
+            basis[k] = 1
+            parts = basis.split([s.numel() for s in sums])
+            cotangents = [p.reshape(s.shape).to(s.dtype) for p, s in zip(parts, sums, strict=True)]
+            yield run_pullback(pullback, cotangents, last=k == self.n_numbers - 1)
+
+
+def _stack(rows: Sequence[Tensor], dim: int) -> Tensor:
+    """The K rows of a jacobian, wide enough to be added up; one row is not copied."""
+    rows = [r.to(accumulation_dtype(r.dtype)) for r in rows]
+    return rows[0].unsqueeze(dim) if len(rows) == 1 else torch.stack(rows, dim)
+
+
+def contract(cotangents: Sequence[Tensor], jacobian: Tensor, like: Tensor) -> Tensor:
+    """sum_k dloss/dz_k dz_k/dlike. The K rows come first, or second behind the iterations of a stack."""
+    row = torch.cat([c.reshape(-1) for c in cotangents]).to(jacobian.dtype)
+    dim = 0 if jacobian.shape[1:] == like.shape else 1
+    return torch.tensordot(row, jacobian, dims=([0], [dim])).to(like.dtype)

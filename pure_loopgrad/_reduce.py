@@ -1,0 +1,136 @@
+"""A loop over independent iterations, made ready to run: pytrees flattened, weights checked, the reduction chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pure_loopgrad import _run, _tree
+from pure_loopgrad._body import Chunk, Randomness, Trace, UserBody, check_chunk_size
+from pure_loopgrad._levels import is_wrapped
+from pure_loopgrad._loop import Loop
+from pure_loopgrad._tree import PyTree
+from pure_loopgrad.errors import LoopTypeError, LoopValueError
+
+Body: TypeAlias = Callable[[Any, Any], Any]
+Reduce = Literal["stack", "sum", "mean"]
+Weights: TypeAlias = "Tensor | Sequence[float] | None"
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keywords that all loops over independent iterations share."""
+
+    reduce: Reduce = "stack"
+    weights: Weights = None
+    chunk_size: int | None = 1
+    batched: bool = False
+    randomness: Randomness = "error"
+    run: _run.Run | None = None
+
+    def __post_init__(self) -> None:
+        if self.reduce not in ("stack", "sum", "mean"):
+            raise LoopValueError(f"reduce={self.reduce!r}: expected 'stack', 'sum' or 'mean'")
+        if self.weights is not None and self.reduce != "mean":
+            raise LoopValueError(f"weights= goes with a mean, not with reduce={self.reduce!r}; scale inside the body")
+        if self.randomness not in ("error", "different", "same"):
+            raise LoopValueError(f"randomness={self.randomness!r}: expected 'error', 'different' or 'same'")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A loop and its tensors, and what turns its sums or stacks into the pytree that the caller gets."""
+
+    loop: Loop
+    consts: list[Tensor]
+    xs: list[Tensor]
+    params: _tree.Skeleton
+    xs_skeleton: _tree.Skeleton
+    chunk: Chunk
+    reduce: Reduce
+    total: Tensor | float | None  # what a mean divides by
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        return [*self.consts, *self.xs]
+
+    def run(self) -> list[Tensor]:
+        """The raw outputs: wide sums, or stacks."""
+        sums, stacks = self.loop(self.consts, self.xs)
+        return [*sums, *stacks]
+
+    def finish(self, raw: Sequence[Tensor]) -> PyTree:
+        """Raw outputs to the caller's pytree: a mean divides once, half precision is rounded once."""
+        trace = self.loop.trace
+        assert trace.outputs is not None
+        if self.loop.body.n_sums == 0:
+            return trace.outputs.fill(raw)
+        return trace.outputs.fill([self._rounded(s, dtype) for s, (_, dtype) in zip(raw, trace.shapes, strict=True)])
+
+    def gradient_trees(self, grads: Sequence[Tensor | None]) -> tuple[PyTree, PyTree]:
+        """One gradient for each input as the trees of params and xs, with None where there is none."""
+        n = len(self.consts)
+        return self.params.fill_only(grads[:n]), self.xs_skeleton.fill_only(grads[n:])
+
+    def raw_cotangents(self, raw: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Cotangents of the finished leaves to those of the raw outputs; None where there can be none."""
+        return [
+            None if c is None or not _tree.is_differentiable(r) else self._divided(c.to(r.dtype))
+            for r, c in zip(raw, cotangents, strict=True)
+        ]
+
+    def _divided(self, t: Tensor) -> Tensor:
+        return t if self.total is None else t / self.total
+
+    def _rounded(self, total: Tensor, dtype: torch.dtype) -> Tensor:
+        value = self._divided(total)
+        return value.to(dtype) if dtype.is_floating_point or dtype.is_complex else value
+
+
+def prepare(body: Body, params: PyTree, xs: PyTree, options: Options) -> Prepared:
+    """Flattens the pytrees, checks the arguments and makes the loop; runs nothing."""
+    if not callable(body):
+        raise LoopTypeError(f"body is a {type(body).__name__}; expected a function body(params, x)")
+    consts, params_skeleton = _tree.split(params)
+    x_tensors, x_skeleton = _tree.split(xs)
+    n = _tree.leading_axis(x_tensors, x_skeleton)
+    weighted = options.weights is not None
+    total: Tensor | float | None = None
+    if options.reduce == "mean":
+        x_tensors, total = _weighed(x_tensors, n, options.weights)
+        n = x_tensors[0].shape[0]
+    chunk_size = check_chunk_size(options.chunk_size, n)
+    trace = Trace.begin([*consts, *x_tensors])
+    user = UserBody(body, (params_skeleton, x_skeleton), trace, leading=int(options.batched))
+    how: Literal["one", "vmap", "batched"] = "batched" if options.batched else "one" if chunk_size == 1 else "vmap"
+    chunk = Chunk(user, "stack" if options.reduce == "stack" else "sum", how, options.randomness, weighted)
+    loop = Loop(chunk, n, chunk_size, len(consts), trace, _run.current(options.run).check)
+    return Prepared(loop, consts, x_tensors, params_skeleton, x_skeleton, chunk, options.reduce, total)
+
+
+def _weighed(xs: list[Tensor], n: int, weights: Weights) -> tuple[list[Tensor], Tensor | float]:
+    """The xs of a mean (with the weights behind them, if there are some) and what to divide by.
+
+    Iterations of weight zero are left out, so that one whose value or gradient is not finite adds nothing; unless the
+    weights are themselves differentiated or batched, where the derivative at zero counts.
+    """
+    if weights is None:
+        if n == 0:
+            raise LoopValueError("the mean of no iterations is not defined: xs has a leading axis of 0")
+        return xs, float(n)
+    w = weights if isinstance(weights, Tensor) else torch.tensor(weights, dtype=torch.float64, device=xs[0].device)
+    if w.shape != (n,):
+        raise LoopValueError(f"weights has shape {tuple(w.shape)}, but xs has {n} iterations: expected ({n},)")
+    if w.requires_grad or is_wrapped(w):
+        return [*xs, w], w.sum()
+    total = w.sum(dtype=torch.float64)
+    if not torch.isfinite(total) or total == 0:
+        raise LoopValueError(f"the weights add up to {total.item()}, so their mean is not defined")
+    kept = w != 0
+    if not kept.all():
+        xs, w = [x[kept] for x in xs], w[kept]
+    return [*xs, w], total.item()

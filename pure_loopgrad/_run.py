@@ -1,0 +1,85 @@
+"""How a loop is run, apart from what it computes: one frozen record, for a call or for a block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from pure_loopgrad.errors import LoopValueError
+
+Check = Literal["off", "first", "all"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a gradient transform did: `rule` names the plan, `passes` how often each iteration ran forward."""
+
+    rule: Literal["sum of scalars", "few summed numbers", "two passes"]
+    passes: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """Options that change how a loop is computed, never what.
+
+    Attributes:
+        check: which iterations are watched for tensors that the body reads without being given them:
+            `"first"` (the first chunk of each call), `"all"`, or `"off"`.
+        report: called with a `Report` by `value_and_grad`, once a call.
+
+    Example:
+        >>> import torch, pure_loopgrad as plg
+        >>> rules = []
+        >>> f = plg.value_and_grad(lambda w, x: (w * x) ** 2, reduce="sum")
+        >>> with plg.run(report=lambda r: rules.append(r.rule)):
+        ...     _ = f(torch.tensor(1.0), torch.arange(3.0))
+        >>> rules
+        ['sum of scalars']
+    """
+
+    check: Check = "first"
+    report: Callable[[Report], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.check not in ("off", "first", "all"):
+            raise LoopValueError(f"check={self.check!r}: expected 'off', 'first' or 'all'")
+
+
+_current: ContextVar[Run] = ContextVar("pure_loopgrad_run", default=Run())
+
+
+def current(given: Run | None) -> Run:
+    """The record for one call: the one given, else that of the innermost `run` block."""
+    return _current.get() if given is None else given
+
+
+@contextmanager
+def run(**options: Any) -> Iterator[Run]:
+    """Sets options for every call inside a block; those not named keep their value.
+
+    Args:
+        **options: fields of `Run` by name.
+
+    Yields:
+        The record in force inside the block.
+
+    Raises:
+        TypeError: an option that `Run` does not have.
+
+    Example:
+        >>> import torch, pure_loopgrad as plg
+        >>> with plg.run(check="off"):
+        ...     ys = plg.map(lambda p, x: p * x, torch.tensor(2.0), torch.arange(3.0))
+        >>> ys
+        tensor([0., 2., 4.])
+    """
+    record = replace(_current.get(), **options)
+    token = _current.set(record)
+    try:
+        yield record
+    finally:
+        _current.reset(token)

@@ -1,0 +1,165 @@
+"""Pytrees by optree: tensors apart from everything else, the leading axis, paths for messages."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import optree
+import torch
+from torch import Tensor
+
+from pure_loopgrad.errors import LoopTypeError, LoopValueError
+
+PyTree: TypeAlias = Any
+NAMESPACE = "pure_loopgrad"
+
+# optree's stub for its type registry is private, so the treespec is typed by its public name
+TreeSpec: TypeAlias = optree.PyTreeSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Skeleton:
+    """A pytree with its tensors taken out: the structure, and the leaves that are not tensors."""
+
+    spec: TreeSpec
+    static: tuple[Any, ...]  # one entry a leaf; `_HOLE` where a tensor goes
+
+    @property
+    def n_tensors(self) -> int:
+        return sum(leaf is _HOLE for leaf in self.static)
+
+    def fill(self, tensors: Sequence[Any]) -> PyTree:
+        """Puts one value back where each tensor was."""
+        values = iter(tensors)
+        leaves = [next(values) if leaf is _HOLE else leaf for leaf in self.static]
+        return self.spec.unflatten(leaves)
+
+    def fill_only(self, tensors: Sequence[Any]) -> PyTree:
+        """Like `fill`, with None for every leaf that is not a tensor: the shape of a gradient."""
+        values = iter(tensors)
+        return self.spec.unflatten([next(values) if leaf is _HOLE else None for leaf in self.static])
+
+    def tensor_paths(self, root: str) -> list[str]:
+        """The path of each tensor leaf, as one would write it: `params['conv1']['weight']`."""
+        accessors = self.spec.accessors()
+        return [a.codify(root) for a, leaf in zip(accessors, self.static, strict=True) if leaf is _HOLE]
+
+    def same_structure(self, other: Skeleton) -> bool:
+        """Whether both have the same containers, with tensors at the same places."""
+        return self.spec == other.spec and all(
+            (a is _HOLE) == (b is _HOLE) for a, b in zip(self.static, other.static, strict=True)
+        )
+
+
+class _Hole:
+    def __repr__(self) -> str:
+        return "<tensor>"
+
+
+_HOLE = _Hole()
+
+
+def flatten(tree: PyTree) -> tuple[list[Any], TreeSpec]:
+    """Flattens a pytree; a dataclass that is met for the first time becomes a node of its fields."""
+    leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
+    unknown = {type(leaf) for leaf in leaves if _is_plain_dataclass(leaf)}
+    if not unknown:
+        return leaves, spec
+    for cls in unknown:
+        _register_dataclass(cls)
+    return flatten(tree)
+
+
+def split(tree: PyTree) -> tuple[list[Tensor], Skeleton]:
+    """Takes the tensors out of a pytree, in the order of its leaves."""
+    leaves, spec = flatten(tree)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    static = tuple(_HOLE if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    return tensors, Skeleton(spec, static)
+
+
+def is_differentiable(t: Tensor) -> bool:
+    """Whether the dtype can carry a gradient."""
+    return t.is_floating_point() or t.is_complex()
+
+
+def leading_axis(tensors: Sequence[Tensor], skeleton: Skeleton, root: str = "xs") -> int:
+    """The length n that all tensor leaves of `xs` share as their first axis.
+
+    Raises:
+        LoopValueError: there is no tensor, one has no axis, or two lengths disagree.
+    """
+    paths = skeleton.tensor_paths
+    if not tensors:
+        raise LoopValueError(
+            f"{root} has no tensor leaf, so the number of iterations is not known; "
+            f"pass {root}=torch.arange(n) for a loop over indices"
+        )
+    for i, t in enumerate(tensors):
+        if t.dim() == 0:
+            raise LoopValueError(
+                f"{paths(root)[i]} is a scalar, but every tensor in {root} needs a leading axis "
+                f"of one entry an iteration; what all iterations share belongs in params"
+            )
+    n = tensors[0].shape[0]
+    for i, t in enumerate(tensors):
+        if t.shape[0] != n:
+            raise LoopValueError(
+                f"the leading axes disagree: {paths(root)[0]} has {n} iterations (shape "
+                f"{tuple(tensors[0].shape)}), {paths(root)[i]} has {t.shape[0]} (shape {tuple(t.shape)})"
+            )
+    return int(n)
+
+
+def numbers_to_tensors(tree: PyTree, like: Sequence[Tensor], root: str) -> tuple[list[Tensor], Skeleton]:
+    """The leaves of a body's output as tensors; Python numbers are turned into one, as jax.lax does.
+
+    Raises:
+        LoopTypeError: a leaf is neither a tensor nor a number.
+    """
+    leaves, spec = flatten(tree)
+    device = like[0].device if like else None
+    tensors = []
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, (bool, int, float, complex)):
+            leaf = torch.tensor(leaf, device=device)
+        elif not isinstance(leaf, Tensor):
+            raise LoopTypeError(
+                f"{spec.accessors()[i].codify(root)} is a {type(leaf).__name__}; a body returns a pytree of "
+                f"tensors and numbers (or None). Return what is no tensor outside of the loop"
+            )
+        tensors.append(leaf)
+    return tensors, Skeleton(spec, (_HOLE,) * len(tensors))
+
+
+def describe(t: Tensor) -> str:
+    """Shape and dtype, for messages."""
+    return f"shape {tuple(t.shape)} and dtype {t.dtype}"
+
+
+def _is_plain_dataclass(leaf: Any) -> bool:
+    """A dataclass instance with a tensor somewhere in it; one without (a config) stays a leaf."""
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, (type, Tensor)):
+        return False
+    return any(isinstance(v, Tensor) for v in flatten([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])[0])
+
+
+def _register_dataclass(cls: type) -> None:
+    """Makes a dataclass a pytree node in this library's own namespace; other users of optree do not see it."""
+    names = tuple(f.name for f in dataclasses.fields(cls))
+
+    def take_apart(obj: Any) -> tuple[tuple[Any, ...], None, tuple[str, ...]]:
+        return tuple(getattr(obj, name) for name in names), None, names
+
+    def put_together(_: Any, children: Any) -> Any:
+        obj = object.__new__(cls)  # not __init__: a __post_init__ may refuse None or do work twice
+        for name, child in zip(names, children, strict=True):
+            object.__setattr__(obj, name, child)
+        return obj
+
+    optree.register_pytree_node(
+        cls, take_apart, put_together, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE
+    )
