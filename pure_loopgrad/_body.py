@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -38,6 +39,7 @@ class Trace:
     outputs: _tree.Skeleton | None = None
     shapes: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
     tape: RngTape = field(default_factory=RngTape)
+    settled: bool = False  # whether the ambient settings are in force around the pass that runs now
     watching: bool = False  # whether captured tensors are looked for now
     iterations: range = range(0)  # the chunk that runs now, for messages
 
@@ -59,17 +61,18 @@ class UserBody:
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         trace = self.trace
+        settings = nullcontext() if trace.settled else trace.ambient.restored()
         # the caller's grad mode, as in a plain loop; inputs are detached, so that this records nothing by itself
-        with trace.ambient.restored(), torch.set_grad_enabled(trace.grad_mode or torch.is_grad_enabled()):
+        with settings, torch.set_grad_enabled(trace.grad_mode or torch.is_grad_enabled()):
             out = self._watched(tensors) if trace.watching else self.fn(*self._arguments(tensors))
-            leaves, skeleton = _tree.numbers_to_tensors(out, tensors, "output")
-        self._compare_with_first(leaves, skeleton)
+            leaves, spec = _tree.numbers_to_tensors(out, tensors, "output")
+        self._compare_with_first(leaves, spec)
         return leaves
 
     def _watched(self, tensors: Tensors) -> Any:
         with Watch(self.fn, tensors) as watch:
             out = self.fn(*self._arguments(tensors))
-        refuse_captured(watch, _tree.split(out)[0])
+        refuse_captured(watch, tensors, _tree.split(out)[0])
         return out
 
     def _arguments(self, tensors: Tensors) -> list[Any]:
@@ -79,21 +82,20 @@ class UserBody:
             start += skeleton.n_tensors
         return parts
 
-    def _compare_with_first(self, leaves: list[Tensor], skeleton: _tree.Skeleton) -> None:
+    def _compare_with_first(self, leaves: list[Tensor], spec: _tree.TreeSpec) -> None:
         trace = self.trace
         found = [(t.shape[self.leading :], t.dtype) for t in leaves]
         if trace.outputs is None:
-            trace.outputs, trace.shapes = skeleton, found
-        elif not trace.outputs.same_structure(skeleton):
+            trace.outputs, trace.shapes = _tree.Skeleton.of_tensors(spec), found
+        elif trace.outputs.spec != spec:
             raise ImpureBodyError(
                 f"the body's output changed its structure in {where(trace)}: first {trace.outputs.spec}, "
-                f"now {skeleton.spec}. {IMPURE}"
+                f"now {spec}. {IMPURE}"
             )
         elif found != trace.shapes:
+            paths = trace.outputs.tensor_paths("output")
             path, first, now = next(
-                (p, a, b)
-                for p, a, b in zip(skeleton.tensor_paths("output"), trace.shapes, found, strict=True)
-                if a != b
+                (p, a, b) for p, a, b in zip(paths, trace.shapes, found, strict=True) if a != b
             )
             raise ImpureBodyError(
                 f"{path} changed in {where(trace)}: first shape {tuple(first[0])} and dtype {first[1]}, "

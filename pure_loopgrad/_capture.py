@@ -1,7 +1,7 @@
 """Tensors that a body uses without being given them: they would get no gradient, so they are refused.
 
 Two ways to need a gradient, two ways to be found. A tensor of an outer torch.func transform is wrapped, and is refused
-where it is used. A plain tensor that requires grad shows in the outputs, which require grad though no input does: that
+where it is used. A plain tensor that requires grad shows in the graph of the outputs, as a leaf that is no input: that
 has no false alarms, whatever path the value took, and the tensors seen on the way give the names.
 """
 
@@ -64,10 +64,27 @@ class Watch(TorchFunctionMode):
         return level_of(t) > active_levels() or find_name(self.body, t) is not None
 
 
-def refuse_captured(watch: Watch, outputs: Sequence[Tensor]) -> None:
-    """Raises if an output requires grad; the inputs were detached, so only a captured tensor can be why."""
-    if any(torch.func.debug_unwrap(t).requires_grad for t in outputs):
-        raise captured_error(watch, [t for t in watch.seen if t.requires_grad])
+def refuse_captured(watch: Watch, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """Raises if the outputs' graph leads to a leaf that the graphs of what was given do not lead to."""
+    foreign = graph_leaves(outputs) - graph_leaves(given)
+    if foreign:
+        raise captured_error(watch, [t for t in watch.seen if graph_leaves([t]) & foreign])
+
+
+def graph_leaves(tensors: Sequence[Tensor]) -> set[Tensor]:
+    """The leaves that require grad behind some tensors, below all transforms (tensors hash by identity)."""
+    plain = [torch.func.debug_unwrap(t) for t in tensors]
+    leaves = {t for t in plain if t.requires_grad and t.is_leaf}
+    nodes = [t.grad_fn for t in plain if t.grad_fn is not None]
+    visited = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "variable"):  # the node of a leaf
+            leaves.add(node.variable)
+        new = {parent for parent, _ in node.next_functions if parent is not None} - visited
+        visited |= new
+        nodes.extend(new)
+    return leaves
 
 
 def captured_error(watch: Watch, tensors: Sequence[Tensor]) -> CapturedTensorError:

@@ -114,6 +114,7 @@ def _run(loop: Loop, consts: Tensors, xs: Tensors) -> tuple[list[Tensor], list[T
     """The loop itself, on plain tensors: one chunk after the other, each freed before the next one starts."""
     if loop.n == 0:
         return outputs_of_none(loop.body, consts, xs)
+    loop.trace.settled = loop.trace.ambient.in_force()
     outputs = Outputs(loop.n)
     versions = [t._version for t in (*consts, *xs)]
     tape = loop.trace.tape

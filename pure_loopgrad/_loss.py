@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pure_loopgrad import _tree
 from pure_loopgrad._capture import Watch, refuse_captured
-from pure_loopgrad._derived import Mask, put, run_pullback
+from pure_loopgrad._derived import Mask, linearise, put
 from pure_loopgrad._levels import active_levels
 from pure_loopgrad._reduce import Prepared
 from pure_loopgrad.errors import LoopTypeError
@@ -57,10 +57,10 @@ def pull_back_loss(loss: Loss | None, prepared: Prepared, wrt: Mask, raw: Sequen
 def _value_and_grads(fn: Callable[..., tuple[Tensor]], primals: list[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
     if not primals:
         return fn()[0], ()
-    (value,), pullback = torch.func.vjp(fn, *primals)
     # without an outer transform nobody differentiates this again, so the loss's backward is not recorded
     with torch.set_grad_enabled(torch.is_grad_enabled() and active_levels() > 0):
-        return value, run_pullback(pullback, [torch.ones_like(value)], last=True)
+        (value,), pullback, _ = linearise(lambda *p: (fn(*p), ()), primals)
+        return value.detach() if active_levels() == 0 else value, pullback([torch.ones_like(value)], True)
 
 
 def _watched(loss: Loss, args: tuple[Any, Any], given: Sequence[Tensor], prepared: Prepared) -> Tensor:
@@ -69,7 +69,7 @@ def _watched(loss: Loss, args: tuple[Any, Any], given: Sequence[Tensor], prepare
         return _scalar(loss(*args), "the loss")
     with Watch(loss, given, what="loss") as watch:
         value = _scalar(loss(*args), "the loss")
-    refuse_captured(watch, [value])
+    refuse_captured(watch, given, [value])
     return value
 
 

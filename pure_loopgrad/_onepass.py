@@ -6,7 +6,7 @@ costs F + K B for K numbers instead of 2F + B, in K gradients of memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pure_loopgrad import _tree
 from pure_loopgrad._body import Chunk, Tensors, accumulation_dtype
-from pure_loopgrad._derived import Mask, put, run_pullback
+from pure_loopgrad._derived import Mask, Pullback, linearise, put
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class OnePassBody:
             sums, _ = self.base(full[: self.n_consts], full[self.n_consts :])
             return tuple(s for s in sums if _tree.is_differentiable(s)), tuple(sums)
 
-        _, pullback, sums = torch.func.vjp(outputs, *compress(inputs, self.wrt), has_aux=True)
+        _, pullback, sums = linearise(outputs, list(compress(inputs, self.wrt)))
         if not self.pays:
             return sums, ()
         rows = self._rows(pullback, [s for s in sums if _tree.is_differentiable(s)])
@@ -64,14 +64,14 @@ class OnePassBody:
         jacobians = list(zip(*rows, strict=True))
         return [*sums, *(_stack(j, 0) for j in jacobians[:n])], [_stack(j, 1) for j in jacobians[n:]]
 
-    def _rows(self, pullback: Callable[..., tuple[Tensor, ...]], sums: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    def _rows(self, pullback: Pullback, sums: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
         """One pullback for each number, from a cotangent of one there and zero elsewhere."""
         for k in range(self.n_numbers):
             basis = torch.zeros(self.n_numbers, device=sums[0].device)
             basis[k] = 1
             parts = basis.split([s.numel() for s in sums])
             cotangents = [p.reshape(s.shape).to(s.dtype) for p, s in zip(parts, sums, strict=True)]
-            yield run_pullback(pullback, cotangents, last=k == self.n_numbers - 1)
+            yield pullback(cotangents, k == self.n_numbers - 1)
 
 
 def _stack(rows: Sequence[Tensor], dim: int) -> Tensor:

@@ -105,6 +105,14 @@ class Ambient:
         autocast = tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
         return cls(autocast, torch.get_default_dtype(), torch.get_default_device())
 
+    def in_force(self) -> bool:
+        """Whether `restored` would change nothing."""
+        return (
+            not any(enabled or torch.is_autocast_enabled(kind) for kind, enabled, _ in self.autocast)
+            and torch.get_default_dtype() == self.dtype
+            and torch.get_default_device() == self.device
+        )
+
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Runs a block under these settings, whatever is in force now."""

@@ -47,11 +47,10 @@ class Skeleton:
         accessors = self.spec.accessors()
         return [a.codify(root) for a, leaf in zip(accessors, self.static, strict=True) if leaf is _HOLE]
 
-    def same_structure(self, other: Skeleton) -> bool:
-        """Whether both have the same containers, with tensors at the same places."""
-        return self.spec == other.spec and all(
-            (a is _HOLE) == (b is _HOLE) for a, b in zip(self.static, other.static, strict=True)
-        )
+    @classmethod
+    def of_tensors(cls, spec: TreeSpec) -> Skeleton:
+        """The skeleton of a tree whose leaves are all tensors."""
+        return cls(spec, (_HOLE,) * spec.num_leaves)
 
 
 class _Hole:
@@ -65,7 +64,7 @@ _HOLE = _Hole()
 def flatten(tree: PyTree) -> tuple[list[Any], TreeSpec]:
     """Flattens a pytree; a dataclass that is met for the first time becomes a node of its fields."""
     leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
-    unknown = {type(leaf) for leaf in leaves if _is_plain_dataclass(leaf)}
+    unknown = {type(leaf) for leaf in leaves if not isinstance(leaf, Tensor) and _is_plain_dataclass(leaf)}
     if not unknown:
         return leaves, spec
     for cls in unknown:
@@ -114,25 +113,22 @@ def leading_axis(tensors: Sequence[Tensor], skeleton: Skeleton, root: str = "xs"
     return int(n)
 
 
-def numbers_to_tensors(tree: PyTree, like: Sequence[Tensor], root: str) -> tuple[list[Tensor], Skeleton]:
+def numbers_to_tensors(tree: PyTree, like: Sequence[Tensor], root: str) -> tuple[list[Tensor], TreeSpec]:
     """The leaves of a body's output as tensors; Python numbers are turned into one, as jax.lax does.
 
     Raises:
         LoopTypeError: a leaf is neither a tensor nor a number.
     """
     leaves, spec = flatten(tree)
-    device = like[0].device if like else None
-    tensors = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, (bool, int, float, complex)):
-            leaf = torch.tensor(leaf, device=device)
+            leaves[i] = torch.tensor(leaf, device=like[0].device if like else None)
         elif not isinstance(leaf, Tensor):
             raise LoopTypeError(
                 f"{spec.accessors()[i].codify(root)} is a {type(leaf).__name__}; a body returns a pytree of "
                 f"tensors and numbers (or None). Return what is no tensor outside of the loop"
             )
-        tensors.append(leaf)
-    return tensors, Skeleton(spec, (_HOLE,) * len(tensors))
+    return leaves, spec
 
 
 def describe(t: Tensor) -> str:
@@ -142,7 +138,7 @@ def describe(t: Tensor) -> str:
 
 def _is_plain_dataclass(leaf: Any) -> bool:
     """A dataclass instance with a tensor somewhere in it; one without (a config) stays a leaf."""
-    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, (type, Tensor)):
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
         return False
     return any(isinstance(v, Tensor) for v in flatten([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])[0])
 
