@@ -27,9 +27,9 @@ class Outputs:
             self.stacks = [Stack(self.n) for _ in stacks]
             self.started = True
         for total, term in zip(self.sums, sums, strict=True):
-            total.add(term.detach())
+            total.add(with_storage(term.detach()))
         for stack, part in zip(self.stacks, stacks, strict=True):
-            stack.add(iterations, part.detach())
+            stack.add(iterations, with_storage(part.detach()))
 
     def finish(self, inputs: Tensors) -> tuple[list[Tensor], list[Tensor]]:
         """The results, none of which shares memory with an input or with another result."""
@@ -81,14 +81,25 @@ class Stack:
 
 
 def own(tensors: Sequence[Tensor], inputs: Tensors) -> list[Tensor]:
-    """Copies each tensor that shares storage with an input or with one before it.
+    """Copies each tensor that shares storage with an input or with one before it, or whose entries share memory.
 
-    An autograd.Function must not return such a tensor, and a caller who changes one in place expects no other to move.
+    An autograd.Function must not return such a tensor, forward mode writes into what it gets, and a caller who changes
+    one in place expects no other to move.
     """
     taken = {t.untyped_storage().data_ptr() for t in inputs}
     result = []
     for t in tensors:
         pointer = t.untyped_storage().data_ptr()
-        result.append(t.clone() if pointer in taken and pointer != 0 else t)
+        shared = pointer in taken and pointer != 0
+        result.append(t.clone() if shared or _is_expanded(t) else t)
         taken.add(pointer)
     return result
+
+
+def _is_expanded(t: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True))
+
+
+def with_storage(t: Tensor) -> Tensor:
+    """A tangent that torch knows to be zero has no storage (and no public name): it becomes an ordinary tensor."""
+    return torch.zeros(t.shape, dtype=t.dtype, device=t.device) if t._is_zerotensor() else t

@@ -13,6 +13,7 @@ from torch import Tensor
 from pure_loopgrad import _tree
 from pure_loopgrad._capture import Watch, refuse_captured
 from pure_loopgrad._replay import Ambient, RngTape, rng_devices
+from pure_loopgrad._shapes import Meta, Outline, run_on_fakes
 from pure_loopgrad.errors import ImpureBodyError, LoopGradError, LoopTypeError, LoopValueError, add_note
 
 Tensors: TypeAlias = Sequence[Tensor]
@@ -28,6 +29,9 @@ class ChunkBody(Protocol):
 
     def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]: ...
 
+    def outline(self, consts: Tensors, xs: Tensors) -> Outline:
+        """The shapes that the call would return, for xs of no iterations."""
+
 
 @dataclass
 class Trace:
@@ -37,7 +41,7 @@ class Trace:
     ambient: Ambient
     grad_mode: bool
     outputs: _tree.Skeleton | None = None
-    shapes: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
+    shapes: list[Meta] = field(default_factory=list)  # of one iteration's outputs
     tape: RngTape = field(default_factory=RngTape)
     settled: bool = False  # whether the ambient settings are in force around the pass that runs now
     watching: bool = False  # whether captured tensors are looked for now
@@ -84,7 +88,7 @@ class UserBody:
 
     def _compare_with_first(self, leaves: list[Tensor], spec: _tree.TreeSpec) -> None:
         trace = self.trace
-        found = [(t.shape[self.leading :], t.dtype) for t in leaves]
+        found = [Meta(tuple(t.shape[self.leading :]), t.dtype, t.device) for t in leaves]
         if trace.outputs is None:
             trace.outputs, trace.shapes = _tree.Skeleton.of_tensors(spec), found
         elif trace.outputs.spec != spec:
@@ -98,8 +102,7 @@ class UserBody:
                 (p, a, b) for p, a, b in zip(paths, trace.shapes, found, strict=True) if a != b
             )
             raise ImpureBodyError(
-                f"{path} changed in {where(trace)}: first shape {tuple(first[0])} and dtype {first[1]}, "
-                f"now shape {tuple(now[0])} and dtype {now[1]}. {IMPURE}"
+                f"{path} changed in {where(trace)}: first {_tree.describe(first)}, now {_tree.describe(now)}. {IMPURE}"
             )
 
 
@@ -156,6 +159,16 @@ class Chunk:
             add_note(error, VMAP_ADVICE)
             raise
 
+    def outline(self, consts: Tensors, xs: Tensors) -> Outline:
+        if self.body.trace.outputs is None:
+            given = xs[:-1] if self.weighted else xs
+            one = [x.new_empty((0, 1, *x.shape[1:])) for x in given] if self.how == "batched" else given
+            run_on_fakes(self.body, consts, one)
+        shapes = self.body.trace.shapes
+        if self.reduce == "stack":
+            return [], [m.with_axis(0, 0) for m in shapes]
+        return [m._replace(dtype=accumulation_dtype(m.dtype)) for m in shapes], []
+
     def _sum(self, y: Tensor, weights: Tensor | None = None) -> Tensor:
         y = y.to(accumulation_dtype(y.dtype))
         if weights is not None:
@@ -186,6 +199,9 @@ class Once:
 
     def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
         return self.body(*consts), []
+
+    def outline(self, consts: Tensors, xs: Tensors) -> Outline:
+        return self.body.trace.shapes, []  # there is always the one iteration, so this is never asked first
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

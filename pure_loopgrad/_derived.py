@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pure_loopgrad._body import ChunkBody, Randomness, Tensors
 from pure_loopgrad._levels import active_levels
+from pure_loopgrad._shapes import Meta, Outline
 
 T = TypeVar("T")
 Mask = tuple[bool, ...]
@@ -41,6 +42,11 @@ class VjpBody:
     @property
     def n_sums(self) -> int:
         return sum(self.wrt[: self.n_consts])
+
+    def outline(self, consts: Tensors, xs: Tensors) -> Outline:
+        inputs = [*consts[: self.n_consts], *xs[: self.n_xs]]
+        grads = [Meta.of(t) for t in compress(inputs, self.wrt)]
+        return grads[: self.n_sums], grads[self.n_sums :]
 
     def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
         inputs = [*consts[: self.n_consts], *xs[: self.n_xs]]
@@ -71,6 +77,10 @@ class JvpBody:
     def n_sums(self) -> int:
         return sum(self.sums)
 
+    def outline(self, consts: Tensors, xs: Tensors) -> Outline:
+        sums, stacks = self.base.outline(consts[: self.n_consts], xs[: self.n_xs])
+        return list(compress(sums, self.sums)), list(compress(stacks, self.stacks))
+
     def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
         inputs = [*consts[: self.n_consts], *xs[: self.n_xs]]
         tangents = (*consts[self.n_consts :], *xs[self.n_xs :])
@@ -99,15 +109,27 @@ class VmapBody:
     def n_sums(self) -> int:
         return self.base.n_sums
 
-    def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
-        dims = [(0 if i < self.n_consts else 1) if b else None for i, b in enumerate(self.batched)]
+    @property
+    def dims(self) -> list[int | None]:
+        """The batch axis of each input."""
+        return [(0 if i < self.n_consts else 1) if b else None for i, b in enumerate(self.batched)]
 
+    def outline(self, consts: Tensors, xs: Tensors) -> Outline:
+        inputs = list(zip([*consts, *xs], self.dims, strict=True))
+        size = next(t.shape[d] for t, d in inputs if d is not None)
+        one = [t if d is None else t.new_empty((*t.shape[:d], *t.shape[d + 1 :])) for t, d in inputs]
+        sums, stacks = self.base.outline(one[: self.n_consts], one[self.n_consts :])
+        return [m.with_axis(0, size) for m in sums], [m.with_axis(1, size) for m in stacks]
+
+    def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
         def outputs(*inputs: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
             sums, stacks = self.base(inputs[: self.n_consts], inputs[self.n_consts :])
             return tuple(sums), tuple(stacks)
 
-        over_batch = torch.func.vmap(outputs, tuple(dims), out_dims=(0, 1), randomness=self.randomness)
-        return over_batch(*consts, *xs)
+        # out_dims=1 fails in torch for an output that does not depend on the batch: it is expanded without a new axis
+        over_batch = torch.func.vmap(outputs, tuple(self.dims), randomness=self.randomness)
+        sums, stacks = over_batch(*consts, *xs)
+        return sums, [y.movedim(0, 1) for y in stacks]
 
 
 def pull_back(

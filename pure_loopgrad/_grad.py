@@ -22,9 +22,9 @@ from pure_loopgrad.errors import LoopTypeError, LoopValueError
 Plan = Literal["auto", "one_pass", "two_pass"]
 Argnums: TypeAlias = "int | tuple[int, ...]"
 
-# K numbers cost F + K B in one pass against 2F + B in two. With B = 2F that is even at K = 1.5 for a body that computes;
-# a small body is dominated by the cost of its calls, and gains up to about 4.
-ONE_PASS_LIMIT = 4
+# K numbers cost F + K B in one pass against 2F + B in two: with B = 2F, one number pays and two cost 5F against 4F. Two are
+# allowed for the sake of (loss_sum, count), where the count does not depend on params and its row costs nothing.
+ONE_PASS_LIMIT = 2
 
 
 def vjp(

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from pure_loopgrad import _tree
-from pure_loopgrad._accumulate import Outputs
+from pure_loopgrad._accumulate import Outputs, with_storage
 from pure_loopgrad._body import ChunkBody, Tensors, Trace, where
 from pure_loopgrad._derived import JvpBody, Mask, VjpBody, VmapBody, put
 from pure_loopgrad._run import Check
-from pure_loopgrad._shapes import outputs_of_none
 from pure_loopgrad.errors import ImpureBodyError, LoopGradError, add_note
 
 
@@ -49,7 +48,7 @@ class _LoopFunction(torch.autograd.Function):
     @staticmethod
     def forward(loop: Loop, *inputs: Tensor) -> tuple[Tensor, ...]:
         # below all functorch levels here; without detach, live parameters would record a graph beside ours
-        inputs = tuple(t.detach() for t in inputs)
+        inputs = tuple(with_storage(t.detach()) for t in inputs)
         sums, stacks = _run(loop, inputs[: loop.n_consts], inputs[loop.n_consts :])
         return (*sums, *stacks)
 
@@ -112,9 +111,10 @@ def _derive(
 
 def _run(loop: Loop, consts: Tensors, xs: Tensors) -> tuple[list[Tensor], list[Tensor]]:
     """The loop itself, on plain tensors: one chunk after the other, each freed before the next one starts."""
-    if loop.n == 0:
-        return outputs_of_none(loop.body, consts, xs)
     loop.trace.settled = loop.trace.ambient.in_force()
+    if loop.n == 0:
+        outlines = loop.body.outline(consts, xs)
+        return [m.zeros() for m in outlines[0]], [m.zeros() for m in outlines[1]]
     outputs = Outputs(loop.n)
     versions = [t._version for t in (*consts, *xs)]
     tape = loop.trace.tape

@@ -50,7 +50,7 @@ def pull_back_loss(loss: Loss | None, prepared: Prepared, wrt: Mask, raw: Sequen
 
     value, grads = _value_and_grads(value_of, list(compress([*prepared.consts, *leaves], mask)))
     every: Gradients = put([None] * len(mask), mask, grads)
-    direct = put(nothing, (*wrt[:n_consts], *(False for _ in wrt[n_consts:])), every[:n_consts])
+    direct = [*every[:n_consts], *nothing[n_consts:]]
     return PulledBack(value, direct, prepared.raw_cotangents(raw, every[n_consts:]))
 
 

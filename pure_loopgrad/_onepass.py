@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from math import prod
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from pure_loopgrad import _tree
 from pure_loopgrad._body import Chunk, Tensors, accumulation_dtype
 from pure_loopgrad._derived import Mask, Pullback, linearise, put
+from pure_loopgrad._shapes import Meta, Outline
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,12 @@ class OnePassBody:
     @property
     def n_numbers(self) -> int:
         """How many differentiable numbers one iteration adds to the sums; known once the body has run."""
-        return sum(shape.numel() for shape, dtype in self.base.body.trace.shapes if dtype.is_floating_point)
+        return sum(prod(m.shape) for m in self.base.body.trace.shapes if m.dtype.is_floating_point)
 
     @property
     def pays(self) -> bool:
         """Whether the jacobian is worth carrying; known once the body has run. A complex z would need two rows."""
-        is_complex = any(dtype.is_complex for _, dtype in self.base.body.trace.shapes)
+        is_complex = any(m.dtype.is_complex for m in self.base.body.trace.shapes)
         return 0 < self.n_numbers <= self.limit and not is_complex
 
     def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
@@ -64,12 +66,21 @@ class OnePassBody:
         jacobians = list(zip(*rows, strict=True))
         return [*sums, *(_stack(j, 0) for j in jacobians[:n])], [_stack(j, 1) for j in jacobians[n:]]
 
+    def outline(self, consts: Tensors, xs: Tensors) -> Outline:
+        sums, _ = self.base.outline(consts, xs)
+        if not self.pays:
+            return sums, []
+        wide = [Meta.of(t)._replace(dtype=accumulation_dtype(t.dtype)) for t in compress([*consts, *xs], self.wrt)]
+        n, k = sum(self.wrt[: self.n_consts]), self.n_numbers
+        return [*sums, *(m.with_axis(0, k) for m in wide[:n])], [m.with_axis(1, k) for m in wide[n:]]
+
     def _rows(self, pullback: Pullback, sums: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
         """One pullback for each number, from a cotangent of one there and zero elsewhere."""
-        for k in range(self.n_numbers):
-            basis = torch.zeros(self.n_numbers, device=sums[0].device)
-            basis[k] = 1
-            parts = basis.split([s.numel() for s in sums])
+        if self.n_numbers == 1:
+            yield pullback([torch.ones_like(s) for s in sums], True)
+            return
+        for k, row in enumerate(torch.eye(self.n_numbers, device=sums[0].device)):
+            parts = row.split([s.numel() for s in sums])
             cotangents = [p.reshape(s.shape).to(s.dtype) for p, s in zip(parts, sums, strict=True)]
             yield pullback(cotangents, k == self.n_numbers - 1)
 

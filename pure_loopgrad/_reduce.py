@@ -69,7 +69,7 @@ class Prepared:
         assert trace.outputs is not None
         if self.loop.body.n_sums == 0:
             return trace.outputs.fill(raw)
-        return trace.outputs.fill([self._rounded(s, dtype) for s, (_, dtype) in zip(raw, trace.shapes, strict=True)])
+        return trace.outputs.fill([self._rounded(s, meta.dtype) for s, meta in zip(raw, trace.shapes, strict=True)])
 
     def gradient_trees(self, grads: Sequence[Tensor | None]) -> tuple[PyTree, PyTree]:
         """One gradient for each input as the trees of params and xs, with None where there is none."""

@@ -1,6 +1,9 @@
-"""Outputs of a loop of no iterations: their shapes are found on fake tensors, so that the body sees no garbage."""
+"""Shapes without data, for a loop of no iterations: the body runs on fake tensors, so that it sees no garbage."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,23 +12,42 @@ from torch import Tensor
 # body that makes a CPU tensor of its own then mixes devices. tests/test_shapes.py says so if this moves.
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pure_loopgrad._body import ChunkBody, Tensors
 from pure_loopgrad._tree import describe
 from pure_loopgrad.errors import LoopGradError, ShapeInferenceError
 
 
-def outputs_of_none(body: ChunkBody, consts: Tensors, xs: Tensors) -> tuple[list[Tensor], list[Tensor]]:
-    """Zero sums and empty stacks, shaped as one iteration would shape them.
+class Meta(NamedTuple):
+    """What a tensor would be."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, t: Tensor) -> Meta:
+        return cls(tuple(t.shape), t.dtype, t.device)
+
+    def with_axis(self, position: int, length: int) -> Meta:
+        """One more axis, before the one at `position`."""
+        return self._replace(shape=(*self.shape[:position], length, *self.shape[position:]))
+
+    def zeros(self) -> Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+
+Outline = tuple[list[Meta], list[Meta]]  # of the sums and of the stacks; of the latter with the iterations first
+
+
+def run_on_fakes(body: Callable[..., Any], shared: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+    """Calls a body with fake tensors: the shared ones, and one of shape `x.shape[1:]` for each of xs.
 
     Raises:
         ShapeInferenceError: the body cannot run without data.
     """
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            fake_consts = [mode.from_tensor(t) for t in consts]
-            fake_xs = [mode.from_tensor(t).new_empty((1, *t.shape[1:])) for t in xs]
-            sums, stacks = body(fake_consts, fake_xs)
-            metas = [(tuple(t.shape), t.dtype, t.device) for t in (*sums, *stacks)]
+            fakes = [mode.from_tensor(t) for t in shared]
+            body(*fakes, *(mode.from_tensor(x).new_empty(x.shape[1:]) for x in xs))
     except LoopGradError:
         raise
     except Exception as error:
@@ -34,7 +56,3 @@ def outputs_of_none(body: ChunkBody, consts: Tensors, xs: Tensors) -> tuple[list
             f"the loop has no iterations (xs: {seen}), and the shapes of its outputs could not be found without data: "
             f"the body raised {type(error).__name__}: {error}. Handle n = 0 before the call"
         ) from error
-    n_sums = len(sums)
-    zeros = [torch.zeros(s, dtype=d, device=where) for s, d, where in metas[:n_sums]]
-    empty = [torch.empty((0, *s[1:]), dtype=d, device=where) for s, d, where in metas[n_sums:]]
-    return zeros, empty

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import optree
 import torch
@@ -27,8 +28,9 @@ class Skeleton:
     spec: TreeSpec
     static: tuple[Any, ...]  # one entry a leaf; `_HOLE` where a tensor goes
 
-    @property
+    @functools.cached_property
     def n_tensors(self) -> int:
+        """How many leaves are tensors."""
         return sum(leaf is _HOLE for leaf in self.static)
 
     def fill(self, tensors: Sequence[Any]) -> PyTree:
@@ -131,7 +133,19 @@ def numbers_to_tensors(tree: PyTree, like: Sequence[Tensor], root: str) -> tuple
     return leaves, spec
 
 
-def describe(t: Tensor) -> str:
+class HasShape(Protocol):
+    """A tensor, or what stands for one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The lengths of the axes."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the entries."""
+
+
+def describe(t: HasShape) -> str:
     """Shape and dtype, for messages."""
     return f"shape {tuple(t.shape)} and dtype {t.dtype}"
 
