@@ -23,7 +23,8 @@ class Outputs:
     def add(self, iterations: range, sums: Tensors, stacks: Tensors) -> None:
         """Adds one chunk; nothing of it is kept but what is copied, unless it is the only one."""
         if not self.started:
-            self.sums = [Sum() for _ in sums]
+            only = len(iterations) == self.n
+            self.sums = [Sum(only) for _ in sums]
             self.stacks = [Stack(self.n) for _ in stacks]
             self.started = True
         for total, term in zip(self.sums, sums, strict=True):
@@ -39,23 +40,22 @@ class Outputs:
 
 @dataclass
 class Sum:
-    """A running sum. The first term is only referred to, since it may be an input; the first addition makes room."""
+    """A running sum. The first term may be an input, or a tensor that the body keeps: it is copied before it grows."""
 
+    only: bool
     total: Tensor | None = None
     dtype: torch.dtype | None = None
-    owned: bool = False
 
     def add(self, term: Tensor) -> None:
-        if self.total is None:
-            self.total, self.dtype = term, term.dtype
-        elif self.owned:
+        """Adds a term, in the wide dtype."""
+        if self.total is not None:
             self.total.add_(term)
-        else:
-            wide = accumulation_dtype(self.total.dtype)
-            self.total = torch.add(self.total.to(wide), term)
-            self.owned = True
+            return
+        self.dtype = term.dtype
+        self.total = term if self.only else term.to(accumulation_dtype(term.dtype), copy=True).contiguous()
 
     def value(self) -> Tensor:
+        """The sum, rounded once to the dtype of its terms."""
         assert self.total is not None and self.dtype is not None
         return self.total.to(self.dtype)
 

@@ -173,7 +173,8 @@ class Chunk:
         y = y.to(accumulation_dtype(y.dtype))
         if weights is not None:
             w = weights.squeeze(0) if self.how == "one" else weights.reshape(-1, *(1 for _ in y.shape[1:]))
-            y = torch.where(w == 0, 0, y * w)  # a weight of zero keeps out what is not finite
+            # a weight of zero keeps out what is not finite, and its own derivative stays y
+            y = torch.where((w == 0) & ~torch.isfinite(y), 0, y) * w
         return y if self.how == "one" else y.sum(0, dtype=y.dtype)
 
     def _checked(self, ys: list[Tensor], size: int) -> list[Tensor]:

@@ -8,6 +8,7 @@ has no false alarms, whatever path the value took, and the tensors seen on the w
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -28,7 +29,7 @@ class Watch(TorchFunctionMode):
 
     def __init__(self, body: Callable[..., Any], given: Sequence[Tensor], what: str = "body") -> None:
         super().__init__()
-        self.body = body
+        self.body = inspect.unwrap(body)
         self.what = what
         self.known: dict[int, Tensor] = {id(t): t for t in given}  # holds the tensors, so that ids stay theirs
         self.seen: list[Tensor] = []

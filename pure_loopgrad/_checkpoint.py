@@ -60,6 +60,11 @@ class _Applied:
 
     fn: Callable[..., Any]
 
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """What messages speak of."""
+        return self.fn
+
     def __call__(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         args, kwargs = arguments
         return self.fn(*args, **kwargs)

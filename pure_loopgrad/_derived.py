@@ -25,7 +25,8 @@ from pure_loopgrad._shapes import Meta, Outline
 
 T = TypeVar("T")
 Mask = tuple[bool, ...]
-Pullback: TypeAlias = Callable[[Sequence[Tensor], bool], Sequence[Tensor]]  # the bool: whether it is the last call
+# cotangents, and whether this is the last call -> gradients, None where the outputs do not depend on a primal
+Pullback: TypeAlias = "Callable[[Sequence[Tensor], bool], Sequence[Tensor | None]]"
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,9 @@ class VjpBody:
             sums, stacks = self.base(full[: self.n_consts], full[self.n_consts :])
             return (*compress(sums, self.sums), *compress(stacks, self.stacks))
 
-        grads = pull_back(outputs, list(compress(inputs, self.wrt)), cotangents)
+        primals = list(compress(inputs, self.wrt))
+        _, pullback, _ = linearise(lambda *p: (outputs(*p), ()), primals)
+        grads = zeros_for_none(pullback(cotangents, True), primals)
         n = sum(self.wrt[: self.n_consts])
         return grads[:n], grads[n:]
 
@@ -132,14 +135,6 @@ class VmapBody:
         return sums, [y.movedim(0, 1) for y in stacks]
 
 
-def pull_back(
-    fn: Callable[..., tuple[Tensor, ...]], primals: Sequence[Tensor], cotangents: Sequence[Tensor]
-) -> Sequence[Tensor]:
-    """The vjp of a chunk, in one go."""
-    _, pullback, _ = linearise(lambda *p: (fn(*p), ()), primals)
-    return pullback(cotangents, True)
-
-
 def linearise(
     fn: Callable[..., tuple[tuple[Tensor, ...], Tensors]], primals: Sequence[Tensor]
 ) -> tuple[tuple[Tensor, ...], Pullback, Tensors]:
@@ -167,13 +162,17 @@ class _PlainPullback:
     outputs: Sequence[Tensor]
     leaves: Sequence[Tensor]
 
-    def __call__(self, cotangents: Sequence[Tensor], last: bool) -> list[Tensor]:
+    def __call__(self, cotangents: Sequence[Tensor], last: bool) -> Sequence[Tensor | None]:
         recorded = [o.requires_grad for o in self.outputs]  # an output may not depend on any leaf
-        grads: Sequence[Tensor | None] = [None] * len(self.leaves)
-        if any(recorded):
-            outputs, given = list(compress(self.outputs, recorded)), list(compress(cotangents, recorded))
-            grads = torch.autograd.grad(outputs, self.leaves, given, retain_graph=not last, allow_unused=True)
-        return [torch.zeros_like(p) if g is None else g for g, p in zip(grads, self.leaves, strict=True)]
+        if not any(recorded):
+            return [None] * len(self.leaves)
+        outputs, given = list(compress(self.outputs, recorded)), list(compress(cotangents, recorded))
+        return torch.autograd.grad(outputs, self.leaves, given, retain_graph=not last, allow_unused=True)
+
+
+def zeros_for_none(grads: Sequence[Tensor | None], primals: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients with zeros where the outputs do not depend on a primal."""
+    return [torch.zeros_like(p) if g is None else g for g, p in zip(grads, primals, strict=True)]
 
 
 def put(values: Sequence[T], mask: Iterable[bool], replacements: Iterable[T]) -> list[T]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Literal, TypeAlias
 
 from torch import Tensor
@@ -72,11 +73,12 @@ def value_and_grad(
         prepared, wrt = _prepare_without_graph(body, params, xs, options, which)
         first = _first_pass(prepared, wrt, plan)
         pulled = pull_back_loss(loss, prepared, wrt, first.raw)
-        if first.jacobians:
+        if first.is_enough:
             through = _contracted(first, prepared.inputs, wrt, pulled.cotangents)
         else:
             through = pull_back_loop(prepared.loop, prepared.inputs, wrt, pulled.cotangents)
         _report(_run.current(run), loss, first)
+        del first  # its jacobians are as large as the gradient
         grads = prepared.gradient_trees([_add(a, b) for a, b in zip(pulled.direct, through, strict=True)])
         return pulled.value, grads[argnums] if isinstance(argnums, int) else tuple(grads[i] for i in argnums)
 
@@ -88,15 +90,21 @@ class FirstPass:
     """The loop's raw outputs, and the jacobians of the sums where one pass was enough."""
 
     raw: list[Tensor]
-    jacobians: list[Tensor]  # for the marked consts, with the K rows first; then for the marked xs, with them second
-    n_numbers: int
+    over_consts: tuple[Tensor, ...] = ()  # jacobians for the marked consts, with the K rows first
+    over_xs: tuple[Tensor, ...] = ()  # for the marked xs, with the K rows second, behind the iterations
+    n_numbers: int = 0
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether no second pass is needed."""
+        return self.n_numbers > 0
 
 
 def _first_pass(prepared: Prepared, wrt: Mask, plan: Plan) -> FirstPass:
     """Runs the loop forward, with jacobians where that is the better plan."""
     n_consts = prepared.loop.n_consts
     if plan == "two_pass" or prepared.reduce == "stack" or not any(wrt):
-        return FirstPass(prepared.run(), [], 0)
+        return FirstPass(prepared.run())
     over_xs = any(wrt[n_consts:])  # their jacobians are stacked, so more than one row would outgrow the gradient
     limit = 2**62 if plan == "one_pass" else 1 if over_xs else ONE_PASS_LIMIT
     body = OnePassBody(prepared.chunk, n_consts, wrt, limit)
@@ -104,14 +112,15 @@ def _first_pass(prepared: Prepared, wrt: Mask, plan: Plan) -> FirstPass:
     if plan == "one_pass" and not body.pays:
         raise LoopValueError("plan='one_pass' needs a summed output of real floats; use plan='auto'")
     n = prepared.chunk.n_sums
-    return FirstPass([*sums[:n]], [*sums[n:], *stacks], body.n_numbers)
+    return FirstPass([*sums[:n]], sums[n:], stacks, body.n_numbers if body.pays else 0)
 
 
 def _contracted(first: FirstPass, inputs: Sequence[Tensor], wrt: Mask, cotangents: Gradients) -> Gradients:
     """The loss's cotangents times the jacobians: one gradient for each marked input."""
     given = [c for c in cotangents if c is not None]
-    wanted = [t for t, w in zip(inputs, wrt, strict=True) if w]
-    grads = [contract(given, j, like) for j, like in zip(first.jacobians, wanted, strict=True)]
+    jacobians = [*((j, 0) for j in first.over_consts), *((j, 1) for j in first.over_xs)]
+    wanted = compress(inputs, wrt)
+    grads = [contract(given, j, like, dim) for (j, dim), like in zip(jacobians, wanted, strict=True)]
     return put([None] * len(inputs), wrt, grads)
 
 
@@ -184,7 +193,7 @@ def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 def _report(run: _run.Run, loss: Loss | None, first: FirstPass) -> None:
     if run.report is None:
         return
-    if not first.jacobians:
+    if not first.is_enough:
         run.report(_run.Report("two passes", 2, "the loss needs all outputs, or they are more than a few numbers"))
     elif loss is None:
         run.report(_run.Report("sum of scalars", 1, "the value is the sum of the body's scalars"))

@@ -54,7 +54,7 @@ def pull_back_loss(loss: Loss | None, prepared: Prepared, wrt: Mask, raw: Sequen
     return PulledBack(value, direct, prepared.raw_cotangents(raw, every[n_consts:]))
 
 
-def _value_and_grads(fn: Callable[..., tuple[Tensor]], primals: list[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+def _value_and_grads(fn: Callable[..., tuple[Tensor]], primals: list[Tensor]) -> tuple[Tensor, Sequence[Tensor | None]]:
     if not primals:
         return fn()[0], ()
     # without an outer transform nobody differentiates this again, so the loss's backward is not recorded

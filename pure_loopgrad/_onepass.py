@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pure_loopgrad import _tree
 from pure_loopgrad._body import Chunk, Tensors, accumulation_dtype
-from pure_loopgrad._derived import Mask, Pullback, linearise, put
+from pure_loopgrad._derived import Mask, Pullback, linearise, put, zeros_for_none
 from pure_loopgrad._shapes import Meta, Outline
 
 
@@ -58,10 +58,11 @@ class OnePassBody:
             sums, _ = self.base(full[: self.n_consts], full[self.n_consts :])
             return tuple(s for s in sums if _tree.is_differentiable(s)), tuple(sums)
 
-        _, pullback, sums = linearise(outputs, list(compress(inputs, self.wrt)))
+        primals = list(compress(inputs, self.wrt))
+        _, pullback, sums = linearise(outputs, primals)
         if not self.pays:
             return sums, ()
-        rows = self._rows(pullback, [s for s in sums if _tree.is_differentiable(s)])
+        rows = [zeros_for_none(r, primals) for r in self._rows(pullback, list(filter(_tree.is_differentiable, sums)))]
         n = sum(self.wrt[: self.n_consts])
         jacobians = list(zip(*rows, strict=True))
         return [*sums, *(_stack(j, 0) for j in jacobians[:n])], [_stack(j, 1) for j in jacobians[n:]]
@@ -74,7 +75,7 @@ class OnePassBody:
         n, k = sum(self.wrt[: self.n_consts]), self.n_numbers
         return [*sums, *(m.with_axis(0, k) for m in wide[:n])], [m.with_axis(1, k) for m in wide[n:]]
 
-    def _rows(self, pullback: Pullback, sums: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    def _rows(self, pullback: Pullback, sums: Sequence[Tensor]) -> Iterator[Sequence[Tensor | None]]:
         """One pullback for each number, from a cotangent of one there and zero elsewhere."""
         if self.n_numbers == 1:
             yield pullback([torch.ones_like(s) for s in sums], True)
@@ -91,8 +92,7 @@ def _stack(rows: Sequence[Tensor], dim: int) -> Tensor:
     return rows[0].unsqueeze(dim) if len(rows) == 1 else torch.stack(rows, dim)
 
 
-def contract(cotangents: Sequence[Tensor], jacobian: Tensor, like: Tensor) -> Tensor:
-    """sum_k dloss/dz_k dz_k/dlike. The K rows come first, or second behind the iterations of a stack."""
+def contract(cotangents: Sequence[Tensor], jacobian: Tensor, like: Tensor, dim: int) -> Tensor:
+    """sum_k dloss/dz_k dz_k/dlike, for a jacobian with its K rows along `dim`."""
     row = torch.cat([c.reshape(-1) for c in cotangents]).to(jacobian.dtype)
-    dim = 0 if jacobian.shape[1:] == like.shape else 1
     return torch.tensordot(row, jacobian, dims=([0], [dim])).to(like.dtype)

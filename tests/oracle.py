@@ -50,7 +50,7 @@ def plain_sum(body, params, xs, weights=None):
     total = tree_map(lambda y: weights[0] * y, ys[0])
     for w, y in zip(weights[1:], ys[1:], strict=True):
         total = tree_map(lambda t, v, w=w: t + w * v, total, y)
-    return total
+    return tree_map(torch.as_tensor, total)
 
 
 def plain_mean(body, params, xs, weights=None):

@@ -1,0 +1,246 @@
+"""A tensor that needs a gradient and is not given to the body is refused, however it is reached."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import pure_loopgrad as plg
+from pure_loopgrad._capture import find_name
+
+XS = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+GLOBAL = torch.ones(4, requires_grad=True)
+
+
+def closure(w):
+    return lambda p, x: p * x * w, "w"
+
+
+def closure_in_a_container(w):
+    box = {"a": [None, w]}
+    return lambda p, x: p * x * box["a"][1], r"box\['a'\]\[1\]"
+
+
+def default_argument(w):
+    return lambda p, x, extra=w: p * x * extra, "extra"
+
+
+def keyword_default(w):
+    def body(p, x, *, extra=w):
+        return p * x * extra
+
+    return body, "extra"
+
+
+def partial_argument(w):
+    return functools.partial(lambda w, p, x: p * x * w, w), r"\w*partial argument 0"
+
+
+def partial_keyword(w):
+    return functools.partial(lambda p, x, extra: p * x * extra, extra=w), "extra"
+
+
+def bound_self(w):
+    class Model:
+        def __init__(self):
+            self.weight = w
+
+        def body(self, p, x):
+            return p * x * self.weight
+
+    return Model().body, r"self\.weight"
+
+
+def callable_object(w):
+    class Model:
+        def __init__(self):
+            self.weight = w
+
+        def __call__(self, p, x):
+            return p * x * self.weight
+
+    return Model(), r"\w+\.weight"
+
+
+def nested_function(w):
+    def inner(x):
+        return x * w
+
+    return lambda p, x: p * inner(x), "w"
+
+
+def attribute_of_an_object(w):
+    class Config:
+        scale = 1.0
+
+    config = Config()
+    config.deep = w
+    return lambda p, x: p * x * config.deep, r"config\.deep"
+
+
+def intermediate(w):
+    y = w.exp()
+    return lambda p, x: p * x * y, "y"
+
+
+WAYS = [
+    closure, closure_in_a_container, default_argument, keyword_default, partial_argument, partial_keyword, bound_self,
+    callable_object, nested_function, attribute_of_an_object, intermediate,
+]  # fmt: skip
+P = torch.ones(4)
+CALLS = {
+    "map": lambda body: plg.map(body, P, XS).sum(),
+    "map in chunks": lambda body: plg.map(body, P, XS, chunk_size=2).sum(),
+    "sum": lambda body: plg.sum(body, P, XS).sum(),
+    "mean": lambda body: plg.mean(body, P, XS).sum(),
+    "checkpoint": lambda body: plg.checkpoint(body)(P, XS[0]).sum(),
+    "vjp": lambda body: plg.vjp(body, P, XS)[0].sum(),
+    "one pass": lambda body: plg.value_and_grad(lambda p, x: body(p, x).sum(), reduce="sum")(P, XS)[0],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("call", CALLS)
+def test_live_parameter(call, way):
+    body, name = way(torch.ones(4, requires_grad=True))
+    with pytest.raises(plg.errors.CapturedTensorError, match=rf"uses {name} \(shape \(4,\) and dtype torch.float32\)"):
+        CALLS[call](body)
+
+
+OUTER = {
+    "grad": lambda f, w: torch.func.grad(f)(w),
+    "jvp": lambda f, w: torch.func.jvp(f, (w,), (w,)),
+    "vmap": lambda f, w: torch.func.vmap(f)(w[None]),
+    "vjp": lambda f, w: torch.func.vjp(f, w),
+    "grad of grad": lambda f, w: torch.func.grad(lambda w: torch.func.grad(f)(w).sum())(w),
+    "vmap of grad": lambda f, w: torch.func.vmap(torch.func.grad(f))(w[None]),
+}
+
+
+@pytest.mark.parametrize("outer", OUTER)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("call", ["map", "map in chunks", "checkpoint", "one pass"])
+def test_tensor_of_an_outer_transform(call, way, outer):
+    with pytest.raises(plg.errors.CapturedTensorError, match=rf"uses {way(P)[1]} \(shape"):
+        OUTER[outer](lambda w: CALLS[call](way(w)[0]), torch.ones(4))
+
+
+def test_global_and_module():
+    with pytest.raises(plg.errors.CapturedTensorError, match="uses GLOBAL "):
+        plg.map(lambda p, x: p * x * GLOBAL, P, XS)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+    with pytest.raises(plg.errors.CapturedTensorError, match=r"uses net\.0\.weight .*net\.0\.bias .*from_module"):
+        plg.map(lambda p, x: net(x), P, XS)
+    with pytest.raises(plg.errors.CapturedTensorError, match=r"Sequential\.0\.weight|0\.weight"):
+        plg.checkpoint(net)(XS)
+
+
+class Scale(torch.autograd.Function):
+    """An old-style function, whose inside no function mode sees."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g * w, g * x
+
+
+def test_through_a_function_of_its_own():
+    w = torch.ones(4, requires_grad=True)
+    with pytest.raises(plg.errors.CapturedTensorError):
+        plg.map(lambda p, x: Scale.apply(p * x, w), P, XS)
+
+
+def test_a_nested_loop():
+    w = torch.ones(4, requires_grad=True)
+    outer = lambda p, x: plg.map(lambda q, y: q * y * w, p, x[None]).sum()
+    with pytest.raises(plg.errors.CapturedTensorError, match="uses w "):
+        plg.map(outer, P, XS)
+
+
+# What is no mistake must pass.
+
+
+def test_constants_are_welcome():
+    w = torch.ones(4)
+    frozen = torch.nn.Linear(4, 4).requires_grad_(False)
+    ys = plg.map(lambda p, x: frozen(p * x * w), P.clone().requires_grad_(), XS)
+    assert ys.requires_grad
+
+
+def test_a_teacher_under_no_grad_or_detached():
+    teacher = torch.nn.Linear(4, 4)
+
+    def body(p, x):
+        with torch.no_grad():
+            target = teacher(x)
+        return (p * x - target - teacher.bias.detach()).square().sum()
+
+    p = P.clone().requires_grad_()
+    plg.map(body, p, XS).sum().backward()
+    q = P.clone().requires_grad_()
+    torch.stack([body(q, x) for x in XS]).sum().backward()
+    torch.testing.assert_close(p.grad, q.grad)
+    plg.value_and_grad(body, reduce="sum")(p, XS)  # the one-pass rule runs it below an ordinary graph
+
+
+def test_without_a_gradient_nothing_is_refused():
+    net = torch.nn.Linear(4, 4)
+    with torch.no_grad():
+        ys = plg.map(lambda p, x: net(x), P, XS)
+    torch.testing.assert_close(ys, net(XS).detach())
+
+
+def test_a_body_with_transforms_of_its_own():
+    """Their wrapped tensors are made inside, at levels that may have the numbers of those around the loop."""
+
+    def body(p, x):
+        inner = torch.func.grad(lambda y: torch.func.grad(lambda z: (p * z).sin().sum())(y).sum())(x)
+        rows = torch.func.vmap(lambda a: torch.func.jvp(torch.sin, (a * p,), (a,))[1])(torch.stack([x, inner]))
+        return rows.sum() + torch.func.hessian(lambda y: (p * y).sin().sum())(x).sum()
+
+    f = lambda loop: lambda p: loop(body, p, XS.double()).sum()
+    plain = lambda body, p, xs: torch.stack([body(p, x) for x in xs])
+    p = P.double()
+    for transform in (lambda f: f, torch.func.grad, torch.func.hessian, lambda f: lambda p: torch.func.vmap(f)(p[None])):
+        ref = transform(f(plain))(p)
+        torch.testing.assert_close(transform(f(plg.map))(p), ref, rtol=1e-12, atol=1e-12)
+        chunked = lambda body, p, xs: plg.map(body, p, xs, chunk_size=2)
+        torch.testing.assert_close(transform(f(chunked))(p), ref, rtol=1e-12, atol=1e-12)
+
+
+def test_the_check_can_be_turned_off_or_extended():
+    w = torch.ones(4, requires_grad=True)
+    weights = [torch.ones(4), torch.ones(4), w]
+    body = lambda p, i: p * weights[int(i)]
+    plg.map(body, P, torch.arange(3))  # the first iteration uses a constant
+    with pytest.raises(plg.errors.CapturedTensorError, match=r"weights\[2\]"):
+        plg.map(body, P, torch.arange(3), run=plg.Run(check="all"))
+    with plg.run(check="off"):
+        assert not plg.map(lambda p, x: p * x * w, P, XS).requires_grad
+    with pytest.raises(ValueError, match="check='never'"):
+        plg.Run(check="never")
+
+
+def test_nothing_is_left_behind_after_a_refusal():
+    state, w = torch.get_rng_state(), torch.ones(4, requires_grad=True)
+    with pytest.raises(plg.errors.CapturedTensorError):
+        torch.func.grad(lambda p: plg.map(lambda p, x: p * x * w, p, XS).sum())(P)
+    assert torch.is_grad_enabled()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.func.grad(lambda p: plg.map(lambda p, x: p * x, p, XS).sum())(P).shape == (4,)
+
+
+def test_the_search_for_a_name_is_bounded_and_survives_cycles():
+    loop: list[object] = []
+    loop.append(loop)
+    assert find_name(lambda p, x: loop, torch.ones(1)) is None
+    unassigned = None
+    del unassigned
+    assert find_name(lambda p, x: p, torch.ones(1)) is None

@@ -1,0 +1,51 @@
+"""Canaries: each private thing of torch that the library uses, so that a release that moves one says so here."""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pure_loopgrad._accumulate import with_storage
+from pure_loopgrad._levels import active_levels, is_wrapped, level_of
+
+
+def test_levels():
+    x = torch.ones(3)
+    assert (active_levels(), level_of(x) < 1, is_wrapped(x)) == (0, True, False)
+
+    def inside(y):
+        assert (active_levels(), level_of(y), is_wrapped(y)) == (1, 1, True)
+        torch.func.vmap(lambda z: (check(z), z.sin())[1])(y)
+        return y.sum()
+
+    def check(z):
+        assert (active_levels(), level_of(z)) == (2, 2)
+
+    torch.func.grad(inside)(x)
+    assert active_levels() == 0
+
+
+def test_fake_tensors_have_a_shape_and_no_data():
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        y = mode.from_tensor(torch.ones(2, 3)) @ torch.ones(3, 5)
+    assert y.shape == (2, 5)
+
+
+def test_a_tangent_known_to_be_zero():
+    zero = torch._efficientzerotensor((2,))
+    assert zero._is_zerotensor()
+    assert with_storage(zero).untyped_storage().nbytes() == 8
+
+
+def test_a_pullback_can_free_its_graph():
+    x = torch.ones(3)
+    _, pullback = torch.func.vjp(torch.exp, x)
+    (g,) = pullback(x, retain_graph=False)
+    torch.testing.assert_close(g, x.exp())
+
+
+def test_unwrapping_keeps_identity():
+    x = torch.ones(3)
+    seen = []
+    torch.func.grad(lambda y: (seen.append(torch.func.debug_unwrap(y) is x), y.sum())[1])(x)
+    assert seen == [True]
