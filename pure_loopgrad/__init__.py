@@ -6,9 +6,9 @@ from pure_loopgrad import errors as errors
 from pure_loopgrad._checkpoint import checkpoint as checkpoint
 from pure_loopgrad._grad import value_and_grad as value_and_grad
 from pure_loopgrad._grad import vjp as vjp
-from pure_loopgrad._map import map as map  # noqa: A004  # the names of jax.lax, always used as plg.map
+from pure_loopgrad._map import map as map  # the names of jax.lax, always used as plg.map
 from pure_loopgrad._map import mean as mean
-from pure_loopgrad._map import sum as sum  # noqa: A004
+from pure_loopgrad._map import sum as sum
 from pure_loopgrad._module import from_module as from_module
 from pure_loopgrad._run import Report as Report
 from pure_loopgrad._run import Run as Run

@@ -56,7 +56,7 @@ class Sum:
 
     def value(self) -> Tensor:
         """The sum, rounded once to the dtype of its terms."""
-        assert self.total is not None and self.dtype is not None
+        assert self.total is not None
         return self.total.to(self.dtype)
 
 

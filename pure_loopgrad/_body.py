@@ -98,9 +98,7 @@ class UserBody:
             )
         elif found != trace.shapes:
             paths = trace.outputs.tensor_paths("output")
-            path, first, now = next(
-                (p, a, b) for p, a, b in zip(paths, trace.shapes, found, strict=True) if a != b
-            )
+            path, first, now = next((p, a, b) for p, a, b in zip(paths, trace.shapes, found, strict=True) if a != b)
             raise ImpureBodyError(
                 f"{path} changed in {where(trace)}: first {_tree.describe(first)}, now {_tree.describe(now)}. {IMPURE}"
             )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -34,9 +34,7 @@ class Watch(TorchFunctionMode):
         self.known: dict[int, Tensor] = {id(t): t for t in given}  # holds the tensors, so that ids stay theirs
         self.seen: list[Tensor] = []
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         strangers = [t for t in _tensors((args, kwargs)) if not self._is_known(t) and _needs_gradient(t)]
         for t in strangers:
@@ -94,8 +92,8 @@ def captured_error(watch: Watch, tensors: Sequence[Tensor]) -> CapturedTensorErr
     what = "; ".join(f"{find_name(watch.body, t) or 'a tensor'} ({_tree.describe(t)})" for t in unique)
     return CapturedTensorError(
         f"the {watch.what} uses {what or 'a tensor'} without being given it, so it would get no gradient. "
-        f"Pass it in params (for a module: plg.from_module), or .detach() it outside of the {watch.what} if it is a constant. "
-        f"plg.run(check='off') turns this check off"
+        f"Pass it in params (for a module: plg.from_module), or .detach() it outside of the {watch.what} if it is a "
+        f"constant. plg.run(check='off') turns this check off"
     )
 
 
@@ -147,17 +145,15 @@ def _callable_children(name: str, fn: Any) -> Iterator[tuple[str, Any]]:
 def _instance_children(name: str, obj: Any) -> Iterator[tuple[str, Any]]:
     """A callable object: its attributes, what it wraps, and its `__call__`."""
     yield from ((f"{name or 'self'}.{k}", v) for k, v in getattr(obj, "__dict__", {}).items())
-    call = getattr(type(obj), "__call__", None)
+    call = vars(type(obj)).get("__call__")
     if isinstance(call, FunctionType):
         yield from _function_children(call)
 
 
 def _function_children(fn: FunctionType) -> Iterator[tuple[str, Any]]:
     for variable, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        try:
+        if cell != CellType():  # an empty one belongs to a variable that is not assigned yet
             yield (variable, cell.cell_contents)
-        except ValueError:  # a variable that is not assigned yet holds no tensor
-            continue
     names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
     yield from zip(reversed(names), reversed(fn.__defaults__ or ()), strict=False)
     yield from (fn.__kwdefaults__ or {}).items()

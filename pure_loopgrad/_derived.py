@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -95,8 +95,8 @@ class JvpBody:
 
         # with grad mode off, some ops choose a backward formula that has no forward derivative (silu)
         with torch.enable_grad():
-            _, (dsums, dstacks) = torch.func.jvp(outputs, tuple(compress(inputs, self.wrt)), tangents)
-        return dsums, dstacks
+            out = torch.func.jvp(outputs, tuple(compress(inputs, self.wrt)), tangents)
+        return cast(tuple[Tensors, Tensors], out[1])
 
 
 @dataclass(frozen=True)
@@ -141,13 +141,13 @@ def linearise(
     """The one place that differentiates in reverse: `fn(*primals) -> (outputs, aux)` to (outputs, pullback, aux).
 
     Grad mode decides whether the backward is itself recorded. It is off in a loop's first derivative, on plain tensors:
-    there, ordinary autograd on detached leaves does the same for a third of the overhead of `torch.func.vjp` (20 us
-    against 70 us a call), so that a small body is not dominated by it. Inside another derivative it is on.
+    there, ordinary autograd on detached leaves does the same as `torch.func.vjp` with less overhead (90 us instead of
+    220 us for an iteration of tanh(W x), 32 x 32). Inside another derivative it is on.
     """
     if torch.is_grad_enabled() or active_levels() > 0:
-        outputs, pullback, aux = torch.func.vjp(fn, *primals, has_aux=True)
+        outputs, pullback, aux = cast(Any, torch.func.vjp(fn, *primals, has_aux=True))
         # retain_graph is an argument of torch's pullback that its documentation does not list, and saves the memory of
-        # the graph as the backward walks it; tests/test_derived.py says so if it goes
+        # the graph as the backward walks it; tests/test_private_torch.py says so if it goes
         return outputs, lambda c, last: pullback(tuple(c), retain_graph=not last or torch.is_grad_enabled()), aux
     leaves = [p.detach().requires_grad_() for p in primals]
     with torch.enable_grad():

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
+import torch
 from torch import Tensor
 
 from pure_loopgrad import _run, _tree
@@ -23,8 +24,8 @@ from pure_loopgrad.errors import LoopTypeError, LoopValueError
 Plan = Literal["auto", "one_pass", "two_pass"]
 Argnums: TypeAlias = "int | tuple[int, ...]"
 
-# K numbers cost F + K B in one pass against 2F + B in two: with B = 2F, one number pays and two cost 5F against 4F. Two are
-# allowed for the sake of (loss_sum, count), where the count does not depend on params and its row costs nothing.
+# K numbers cost F + K B in one pass against 2F + B in two: with B = 2F, one number pays and two cost 5F against 4F. Two
+# are allowed for the sake of (loss_sum, count), where the count does not depend on params and its row costs nothing.
 ONE_PASS_LIMIT = 2
 
 
@@ -40,6 +41,37 @@ def vjp(
     randomness: Randomness = "error",
     run: _run.Run | None = None,
 ) -> tuple[PyTree, Callable[[PyTree], tuple[PyTree, PyTree]]]:
+    """The loop's outputs and its pullback; mirrors `torch.func.vjp`, and builds no graph for more than one chunk.
+
+    Args:
+        body: see `plg.map`.
+        params: any pytree. Live parameters count as constants: the results carry no graph of ordinary autograd. Where
+            some leaf requires grad, those that do not are frozen.
+        xs: a pytree with a leading axis of length n on its tensors.
+        reduce: `"stack"` as `plg.map`, `"sum"` as `plg.sum`, `"mean"` as `plg.mean`.
+        weights: of a mean; see `plg.mean`.
+        chunk_size: see `plg.map`.
+        batched: see `plg.map`.
+        randomness: see `plg.map`.
+        run: see `plg.map`.
+
+    Returns:
+        ys: what the loop returns.
+        pullback: `pullback(dys) -> (dparams, dxs)`, with the structures of params and xs, None for leaves without a
+            gradient. A leaf of dys may be None for zero. It may be called any number of times; each runs the loop.
+
+    Raises:
+        LoopValueError: cotangents of another structure, shape or dtype than the outputs.
+        LoopGradError: see `plg.map`.
+
+    Memory: inputs, outputs, two copies of params, one chunk. Time: n F, and n (F + B) for each call of the pullback.
+
+    Example:
+        >>> import torch, pure_loopgrad as plg
+        >>> ys, pullback = plg.vjp(lambda w, x: w * x, torch.tensor(2.0), torch.arange(3.0))
+        >>> pullback(torch.ones(3))
+        (tensor(3.), tensor([2., 2., 2.]))
+    """
     options = Options(reduce, weights, chunk_size, batched, randomness, run)
     prepared, wrt = _prepare_without_graph(body, params, xs, options, (0, 1))
     raw = prepared.run()
@@ -65,6 +97,50 @@ def value_and_grad(
     plan: Plan = "auto",
     run: _run.Run | None = None,
 ) -> Callable[[PyTree, PyTree], tuple[Tensor, PyTree]]:
+    """Makes a function that computes a loss over a loop and its gradient; no graph is built for more than one chunk.
+
+    The order (value, gradient) is that of JAX; `torch.func.grad_and_value` has it the other way round. Denotes::
+
+        reduced = reduce([body(params, x) for x in xs])
+        value = loss(params, reduced)  # or reduced itself, where there is no loss
+
+    Args:
+        body: see `plg.map`.
+        loss: `loss(params, reduced) -> scalar`; called exactly once, on tensors without a graph. It may use params
+            itself (a head, a temperature), and reduced any number of times; every use counts once in the gradient.
+        reduce: `"stack"`, `"sum"` or `"mean"`. Without a loss, a sum or a mean of a scalar body.
+        argnums: what to differentiate: 0 for params, 1 for xs, or a tuple, as in `torch.func.grad`.
+        weights: of a mean; see `plg.mean`.
+        chunk_size: see `plg.map`.
+        batched: see `plg.map`.
+        randomness: see `plg.map`.
+        plan: `"one_pass"` adds up the jacobian of the summed output in the forward pass, which then is the only one;
+            `"two_pass"` runs the loop again for the gradient. `"auto"` takes one pass where that is less work: a
+            summed output of at most 2 numbers. `plg.run(report=...)` tells which one ran.
+        run: see `plg.map`.
+
+    Returns:
+        `f(params, xs) -> (value, gradient)`. The gradient has the structure of params (or xs), with None for leaves
+        that have none. Live parameters count as constants, so neither result carries a graph; where some leaf of params
+        requires grad, those that do not are frozen and get None. To differentiate again, use a torch.func transform.
+
+    Raises:
+        LoopTypeError: the value is not one real scalar tensor.
+        CapturedTensorError: the loss, too, must be given the parameters that it uses.
+        LoopGradError: see `plg.map`.
+
+    Memory: inputs, outputs, two copies of params (K more for a one-pass sum of K numbers), one chunk. Time: one pass
+    n (F + K B), two passes n (2F + B).
+
+    Example:
+        >>> import torch, pure_loopgrad as plg
+        >>> score = lambda w, x: torch.tanh(w @ x)
+        >>> f = plg.value_and_grad(score, lambda w, z: -torch.nn.functional.logsigmoid(z), reduce="sum")
+        >>> f(torch.tensor([1.0, -1.0]), torch.tensor([[1.0, 0.5], [0.0, 2.0]]))
+        (tensor(0.9753), tensor([-0.4899, -0.3330]))
+
+    Source: the two-pass rule is the gradient cache of Gao et al., arXiv 2101.06983, for any loss and any loop.
+    """
     options = Options(reduce, weights, chunk_size, batched, randomness, run)
     which = _check_argnums(argnums)
     _check_plan(plan, reduce, loss)
@@ -117,7 +193,8 @@ def _first_pass(prepared: Prepared, wrt: Mask, plan: Plan) -> FirstPass:
 
 def _contracted(first: FirstPass, inputs: Sequence[Tensor], wrt: Mask, cotangents: Gradients) -> Gradients:
     """The loss's cotangents times the jacobians: one gradient for each marked input."""
-    given = [c for c in cotangents if c is not None]
+    floats = [(r, c) for r, c in zip(first.raw, cotangents, strict=True) if _tree.is_differentiable(r)]
+    given = [torch.zeros_like(r) if c is None else c for r, c in floats]  # None: the loss does not use this output
     jacobians = [*((j, 0) for j in first.over_consts), *((j, 1) for j in first.over_xs)]
     wanted = compress(inputs, wrt)
     grads = [contract(given, j, like, dim) for (j, dim), like in zip(jacobians, wanted, strict=True)]
@@ -155,7 +232,7 @@ def _cotangent_leaves(ys: PyTree, dys: PyTree) -> Gradients:
     """
     leaves, skeleton = _tree.split(ys)
     try:
-        cotangents: Gradients = skeleton.spec.flatten_up_to(dys)
+        cotangents = cast(Gradients, skeleton.spec.flatten_up_to(dys))
     except ValueError as error:
         raise LoopValueError(f"the cotangents do not have the structure of the outputs: {error}") from None
     for path, y, dy in zip(skeleton.tensor_paths("dys"), leaves, cotangents, strict=True):

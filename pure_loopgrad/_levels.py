@@ -1,7 +1,7 @@
 """What torch.func has going on: the level of a wrapped tensor, and how many transforms are active.
 
-Private names of torch, kept in this one place: there is no public way to ask. tests/test_levels.py is a canary that says
-so if they move.
+Private names of torch, kept in this one place: there is no public way to ask. tests/test_private_torch.py says so if
+they move.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Loop:
 
     def __call__(self, consts: Tensors, xs: Tensors) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Runs the loop under whatever transforms are active. Returns (sums, stacks)."""
-        outs = _LoopFunction.apply(self, *consts, *xs)
+        outs = _LoopFunction.apply(self, *consts, *xs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         n = self.body.n_sums
         return outs[:n], outs[n:]
 
@@ -94,7 +94,9 @@ def pull_back_loop(loop: Loop, inputs: Tensors, wrt: Mask, cotangents: Sequence[
     given = tuple(c is not None for c in cotangents)
     if not any(wrt) or not any(given):
         return [None] * len(inputs)
-    return put([None] * len(inputs), wrt, _derive(VjpBody, loop, inputs, wrt, given, [c for c in cotangents if c is not None]))
+    return put(
+        [None] * len(inputs), wrt, _derive(VjpBody, loop, inputs, wrt, given, [c for c in cotangents if c is not None])
+    )
 
 
 def _derive(

@@ -1,7 +1,7 @@
 """The one-pass rule: where a loop's summed output is a few numbers z, dz/dparams can be added up with it.
 
-The chain rule does the rest: d loss(z) = sum_k dloss/dz_k dz_k, so no iteration runs forward a second time. An iteration
-costs F + K B for K numbers instead of 2F + B, in K gradients of memory.
+The chain rule does the rest: d loss(z) = sum_k dloss/dz_k dz_k, so no iteration runs forward a second time. For K
+numbers, an iteration costs F + K B instead of 2F + B, in K gradients of memory.
 """
 
 from __future__ import annotations
@@ -95,4 +95,5 @@ def _stack(rows: Sequence[Tensor], dim: int) -> Tensor:
 def contract(cotangents: Sequence[Tensor], jacobian: Tensor, like: Tensor, dim: int) -> Tensor:
     """sum_k dloss/dz_k dz_k/dlike, for a jacobian with its K rows along `dim`."""
     row = torch.cat([c.reshape(-1) for c in cotangents]).to(jacobian.dtype)
-    return torch.tensordot(row, jacobian, dims=([0], [dim])).to(like.dtype)
+    grad: Tensor = torch.tensordot(row, jacobian, dims=([0], [dim]))
+    return grad.to(like.dtype)

@@ -49,7 +49,7 @@ class Run:
             raise LoopValueError(f"check={self.check!r}: expected 'off', 'first' or 'all'")
 
 
-_current: ContextVar[Run] = ContextVar("pure_loopgrad_run", default=Run())
+_current: ContextVar[Run] = ContextVar("pure_loopgrad_run", default=Run())  # noqa: B039  # it is frozen
 
 
 def current(given: Run | None) -> Run:

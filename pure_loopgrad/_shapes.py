@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 # torch has no public way to run a function on tensors that have a device but no data; the meta device is public, but a
-# body that makes a CPU tensor of its own then mixes devices. tests/test_shapes.py says so if this moves.
+# body that makes a CPU tensor of its own then mixes devices. tests/test_private_torch.py says so if this moves.
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pure_loopgrad._tree import describe

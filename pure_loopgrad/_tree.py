@@ -165,11 +165,9 @@ def _register_dataclass(cls: type) -> None:
         return tuple(getattr(obj, name) for name in names), None, names
 
     def put_together(_: Any, children: Any) -> Any:
-        obj = object.__new__(cls)  # not __init__: a __post_init__ may refuse None or do work twice
+        obj: Any = object.__new__(cls)  # not __init__: a __post_init__ may refuse None or do work twice
         for name, child in zip(names, children, strict=True):
             object.__setattr__(obj, name, child)
         return obj
 
-    optree.register_pytree_node(
-        cls, take_apart, put_together, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE
-    )
+    optree.register_pytree_node(cls, take_apart, put_together, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE)

@@ -110,9 +110,7 @@ def bodies(draw: st.DrawFn, outputs: tuple[str, ...] = tuple(OUTPUTS)) -> Body:
 
 
 @st.composite
-def cases(
-    draw: st.DrawFn, outputs: tuple[str, ...] = tuple(OUTPUTS), sizes: st.SearchStrategy[int] = SIZES
-) -> Case:
+def cases(draw: st.DrawFn, outputs: tuple[str, ...] = tuple(OUTPUTS), sizes: st.SearchStrategy[int] = SIZES) -> Case:
     body, n, seed = draw(bodies(outputs)), draw(sizes), draw(st.integers(0, 2**16))
     generator = torch.Generator().manual_seed(seed)
 

@@ -208,7 +208,12 @@ def test_a_body_with_transforms_of_its_own():
     f = lambda loop: lambda p: loop(body, p, XS.double()).sum()
     plain = lambda body, p, xs: torch.stack([body(p, x) for x in xs])
     p = P.double()
-    for transform in (lambda f: f, torch.func.grad, torch.func.hessian, lambda f: lambda p: torch.func.vmap(f)(p[None])):
+    for transform in (
+        lambda f: f,
+        torch.func.grad,
+        torch.func.hessian,
+        lambda f: lambda p: torch.func.vmap(f)(p[None]),
+    ):
         ref = transform(f(plain))(p)
         torch.testing.assert_close(transform(f(plg.map))(p), ref, rtol=1e-12, atol=1e-12)
         chunked = lambda body, p, xs: plg.map(body, p, xs, chunk_size=2)

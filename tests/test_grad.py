@@ -139,7 +139,7 @@ def test_any_leaves():
     """CASES 30: the gradient has the structure of params, with None where there can be none."""
     params = {"w": data(3), "n": torch.tensor(2), "cfg": None, "s": 3.0, "act": "relu"}
     body = lambda p, x: getattr(torch, p["act"])(p["w"] * x * p["s"]).sum() * p["n"]
-    value, grads = plg.value_and_grad(body, reduce="sum")(params, XS)
+    _, grads = plg.value_and_grad(body, reduce="sum")(params, XS)
     assert sorted(grads) == sorted(params)
     assert [k for k, g in grads.items() if g is not None] == ["w"]
     live = {**params, "w": params["w"].clone().requires_grad_()}
