@@ -47,15 +47,31 @@ def from_module(module: nn.Module) -> tuple[Callable[[NamedTensors, Any], Any], 
         raise LoopTypeError(f"from_module takes a torch.nn.Module, not a {type(module).__name__}")
     if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise LoopTypeError(f"from_module cannot take a module inside {type(module).__name__}: pass its .module")
-    buffers = dict(module.named_buffers())
-    params: NamedTensors = {**dict(module.named_parameters()), **buffers}
+    params: NamedTensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    buffers = {name for name, _ in module.named_buffers()}
+    names = _names_of_slots(module, params)
 
     def body(params: NamedTensors, x: Any) -> Any:
         _refuse_running_statistics(module)
-        constant = {name: t.detach() if name in buffers else t for name, t in params.items()}
-        return torch.func.functional_call(module, constant, (x,))
+        given = {name: t.detach() if name in buffers else t for name, t in params.items()}
+        tensors = {slot: given[name] for slot, name in names.items()}
+        return torch.func.functional_call(module, tensors, (x,), tie_weights=False)
 
     return body, params
+
+
+def _names_of_slots(module: nn.Module, params: NamedTensors) -> dict[str, str]:
+    """For every place in the module that holds a tensor, the name under which the tensor stands in params.
+
+    A tensor may be in two layers, and a layer in the module twice. `functional_call` ties the former by itself, but then
+    leaves the module with the wrong tensors in the latter case, so each layer is named once here and nothing is tied.
+    """
+    name_of = {id(t): name for name, t in params.items()}
+    slots: dict[str, str] = {}
+    for prefix, layer in module.named_modules():
+        tensors = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
+        slots.update({f"{prefix}.{name}" if prefix else name: name_of[id(t)] for name, t in tensors})
+    return slots
 
 
 def _refuse_running_statistics(module: nn.Module) -> None:
