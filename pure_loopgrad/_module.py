@@ -63,8 +63,8 @@ def from_module(module: nn.Module) -> tuple[Callable[[NamedTensors, Any], Any], 
 def _names_of_slots(module: nn.Module, params: NamedTensors) -> dict[str, str]:
     """For every place in the module that holds a tensor, the name under which the tensor stands in params.
 
-    A tensor may be in two layers, and a layer in the module twice. `functional_call` ties the former by itself, but then
-    leaves the module with the wrong tensors in the latter case, so each layer is named once here and nothing is tied.
+    A tensor may be in two layers, and a layer in the module twice. `functional_call` ties the former by itself, but
+    then leaves the module with the wrong tensors in the latter case, so each layer is named once, and nothing is tied.
     """
     name_of = {id(t): name for name, t in params.items()}
     slots: dict[str, str] = {}

@@ -1,0 +1,90 @@
+"""Runs every workload and writes a table: `python -m benchmarks [--quick] [workload ...]`."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from rich.progress import track
+
+WORKLOADS = ["feature_stack"]
+RESULTS = Path(__file__).parent / "results"
+# For memory, malloc gives freed blocks of this size back at once, so that the peak is that of the program and repeats.
+# For time, it keeps them: else page faults come and go with the order of allocations, and are a third of the noise.
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+KEEP = {"MALLOC_MMAP_THRESHOLD_": "4000000000", "MALLOC_TRIM_THRESHOLD_": "4000000000"}
+Row = tuple[str, int]
+
+
+def child(workload: str, method: str, n: int) -> dict[str, float]:
+    """Memory and time by two processes, each with the malloc that makes its figure repeat."""
+    command = [sys.executable, "-m", "benchmarks.measure", workload, method, str(n)]
+    found: dict[str, float] = {}
+    for more, env in ((["--repeats", "0"], GIVE_BACK), ([], KEEP)):
+        done = subprocess.run([*command, *more], capture_output=True, text=True, check=True, env={**os.environ, **env})
+        found |= json.loads(done.stdout)
+    return found
+
+
+def measure(workload: str, sizes: list[int], rounds: int) -> dict[Row, dict[str, float]]:
+    """Medians over rounds; the methods take turns, so that a slow minute hits all of them."""
+    methods = importlib.import_module(f"benchmarks.{workload}").METHODS
+    rows = [(method, n) for n in sizes for method in methods]
+    runs: dict[Row, list[dict[str, float]]] = {row: [] for row in rows}
+    for row in track(rows * rounds, description=workload):
+        runs[row].append(child(workload, *row))
+    return {row: {k: statistics.median(r[k] for r in found) for k in found[0]} for row, found in runs.items()}
+
+
+def table(workload: str, medians: dict[Row, dict[str, float]], rounds: int) -> str:
+    doc = importlib.import_module(f"benchmarks.{workload}").__doc__ or workload
+    lines = [f"# {doc.splitlines()[0]}", "", *doc.splitlines()[2:], ""]
+    lines += [
+        f"{datetime.date.today()}, torch {torch.__version__}, Python {platform.python_version()}, 2 threads, "
+        f"{platform.machine()}; median of {rounds} processes each. Memory is the peak above inputs and model.",
+        "",
+        "| n | method | seconds | ms an iteration | of 2F + B | MiB |",
+        "| --: | --- | --: | --: | --: | --: |",
+    ]
+    for (method, n), found in medians.items():
+        floor = medians["F", n]["seconds"] + medians["F + B", n]["seconds"]
+        seconds = found["seconds"]
+        cells = (
+            n,
+            method,
+            f"{seconds:.2f}",
+            f"{1000 * seconds / n:.2f}",
+            f"{seconds / floor:.2f}",
+            f"{found['mib']:.0f}",
+        )
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("workloads", nargs="*", default=WORKLOADS)
+    parser.add_argument("--quick", action="store_true", help="small sizes, one round, nothing written")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    rounds = 1 if args.quick else args.rounds
+    for workload in args.workloads:
+        module = importlib.import_module(f"benchmarks.{workload}")
+        text = table(workload, measure(workload, module.QUICK_SIZES if args.quick else module.SIZES, rounds), rounds)
+        print(text)
+        if not args.quick:
+            RESULTS.mkdir(exist_ok=True)
+            (RESULTS / f"{workload}.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

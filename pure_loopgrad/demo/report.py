@@ -1,0 +1,115 @@
+"""Tables and pictures of what the main job found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+from rich.table import Table
+from torch import Tensor
+
+from pure_loopgrad.demo.job import Comparison, Result
+
+mpl.use("Agg")  # no screen is needed
+
+
+def table(rows: list[Comparison], n: int) -> Table:
+    """The comparison, a method a row."""
+    result = Table(title=f"One training step, {n} iterations, every method in a process of its own")
+    result.add_column("method")
+    for name in (
+        "peak memory\n(MiB above baseline)",
+        "seconds\na step",
+        "gradient error\n(relative)",
+        "angle of the\nfeatures' gradient",
+    ):
+        result.add_column(name, justify="right")
+    for row in rows:
+        result.add_row(row.method, f"{row.mib:,.0f}", f"{row.seconds:.2f}", f"{row.error:.1e}", f"{row.angle:.1f} deg")
+    return result
+
+
+def write_pictures(result: Result, folder: Path) -> list[Path]:
+    """Writes all PNGs and returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = {"reconstruction.png": _reconstruction, "memory.png": _memory, "convergence.png": _convergence}
+    paths = []
+    for name, draw in pictures.items():
+        figure = draw(result)
+        paths.append(folder / name)
+        figure.savefig(paths[-1], dpi=110, bbox_inches="tight")
+        plt.close(figure)
+    return paths
+
+
+def _reconstruction(result: Result) -> Figure:
+    images = {
+        "before training": result.trained.before[0],
+        f"after {len(result.trained.losses)} steps": result.trained.after[0],
+        "target": result.target[0],
+    }
+    figure, axes = plt.subplots(1, 3, figsize=(11, 4), layout="constrained")
+    for axis, (title, image) in zip(axes, images.items(), strict=True):
+        axis.imshow(_shown(image, result.is_recording), cmap="gray" if not result.is_recording else "inferno")
+        axis.set(title=title, xticks=[], yticks=[])
+    figure.suptitle(result.title)
+    return figure
+
+
+def _shown(image: Tensor, is_recording: bool) -> Tensor:
+    """A recording's oscillating image is shown by its magnitude in dB, down to -30."""
+    if not is_recording:
+        return image
+    magnitude = image.abs() / image.abs().max()
+    return (20 * magnitude.clamp(min=1e-6).log10()).clamp(min=-30)
+
+
+def _memory(result: Result) -> Figure:
+    figure, axis = plt.subplots(figsize=(6.5, 4.2), layout="constrained")
+    for method, points in result.memory.items():
+        style = {"lw": 2.5, "color": "black"} if method == "pure_loopgrad" else {"lw": 1.5}
+        axis.plot([n for n, _ in points], [mib for _, mib in points], marker="o", label=method, **style)
+    axis.set(xscale="log", yscale="log", xlabel="iterations n", ylabel="peak memory above baseline (MiB)")
+    ticks = [n for n, _ in next(iter(result.memory.values()))]
+    axis.set_xticks(ticks, [str(n) for n in ticks])
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
+    axis.legend()
+    axis.set_title("Memory of one training step against the length of the loop")
+    return figure
+
+
+def _convergence(result: Result) -> Figure:
+    panels = 1 if result.focus is None else 2
+    figure, axes = plt.subplots(1, panels, figsize=(5.5 * panels, 4), layout="constrained", squeeze=False)
+    losses = result.trained.losses
+    axes[0, 0].plot(range(1, len(losses) + 1), losses, marker="o")
+    axes[0, 0].set(xlabel="step", ylabel="loss", title="Training through all elements")
+    axes[0, 0].grid(alpha=0.3)
+    if result.focus is not None:
+        axis = axes[0, 1]
+        axis.plot(range(len(result.focus.speeds)), result.focus.speeds, marker="o")
+        axis.axhline(result.speed, ls="--", color="gray", label=f"named by the recording: {result.speed:.0f} m/s")
+        axis.set(xlabel="step", ylabel="speed of sound (m/s)", title="Sharpest image over the speed of sound")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    return figure
+
+
+def summary(result: Result) -> str:
+    """What the pictures show, in words."""
+    losses = result.trained.losses
+    lines = [f"{result.title}", f"loss {losses[0]:.4g} before the first step, {losses[-1]:.4g} before the last"]
+    if result.focus is not None:
+        found = result.focus.speeds[-1]
+        off = 100 * abs(found - result.speed) / result.speed
+        lines.append(
+            f"speed of sound: from {result.focus.speeds[0]:.0f} to {found:.0f} m/s "
+            f"({off:.1f} % from the {result.speed:.0f} m/s that the recording names)"
+        )
+    ours = next(row for row in result.rows if row.method == "pure_loopgrad")
+    full = next(row for row in result.rows if row.method == "full graph")
+    lines.append(f"memory: {full.mib:,.0f} MiB by the full graph, {ours.mib:,.0f} MiB by pure_loopgrad")
+    return "\n".join(lines)
