@@ -59,11 +59,11 @@ def _reconstruction(result: Result) -> Figure:
 
 
 def _shown(image: Tensor, is_recording: bool) -> Tensor:
-    """A recording's oscillating image is shown by its magnitude in dB, down to -30."""
+    """A recording's oscillating image is shown by its magnitude about the median, in dB down to -30."""
     if not is_recording:
         return image
-    magnitude = image.abs() / image.abs().max()
-    return (20 * magnitude.clamp(min=1e-6).log10()).clamp(min=-30)
+    magnitude = (image - image.median()).abs()
+    return (20 * (magnitude / magnitude.max()).clamp(min=1e-6).log10()).clamp(min=-30)
 
 
 def _memory(result: Result) -> Figure:
