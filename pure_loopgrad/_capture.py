@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -31,8 +32,9 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.body = inspect.unwrap(body)
         self.what = what
-        self.known: dict[int, Tensor] = {id(t): t for t in given}  # holds the tensors, so that ids stay theirs
+        self.known: dict[int, weakref.ref[Tensor]] = {}  # by id, for as long as the tensor lives
         self.seen: list[Tensor] = []
+        self._learn(given)
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -42,8 +44,16 @@ class Watch(TorchFunctionMode):
                 raise captured_error(self, [t])
         self.seen += strangers
         out = func(*args, **kwargs)
-        self.known.update((id(t), t) for t in _tensors(out))
+        self._learn(_tensors(out))
         return out
+
+    def _learn(self, tensors: Iterable[Tensor]) -> None:
+        """Weakly: a watched iteration must not hold more memory than any other."""
+        for t in tensors:
+            self.known[id(t)] = weakref.ref(t, functools.partial(self._forget, id(t)))
+
+    def _forget(self, key: int, _: weakref.ref[Tensor]) -> None:
+        self.known.pop(key, None)
 
     def _is_known(self, t: Tensor) -> bool:
         """Whether the tensor, or what a transform inside the body wrapped, was given or made inside."""
