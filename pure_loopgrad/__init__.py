@@ -15,3 +15,4 @@ from pure_loopgrad._run import Run as Run
 from pure_loopgrad._run import run as run
 from pure_loopgrad._version import __version__ as __version__
 from pure_loopgrad.errors import LoopGradError as LoopGradError
+from pure_loopgrad._scan import scan as scan, fori_loop as fori_loop

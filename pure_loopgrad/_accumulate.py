@@ -42,17 +42,21 @@ class Outputs:
 class Sum:
     """A running sum. The first term may be an input, or a tensor that the body keeps: it is copied before it grows."""
 
-    only: bool
+    only: bool = False  # there will be no second term
+    in_place: bool = True  # else the terms may belong to a transform, and what they are added to not
     total: Tensor | None = None
     dtype: torch.dtype | None = None
 
     def add(self, term: Tensor) -> None:
         """Adds a term, in the wide dtype."""
-        if self.total is not None:
+        if self.total is None:
+            self.dtype = term.dtype
+            copy = self.in_place and not self.only
+            self.total = term.to(accumulation_dtype(term.dtype), copy=True).contiguous() if copy else term
+        elif self.in_place:
             self.total.add_(term)
-            return
-        self.dtype = term.dtype
-        self.total = term if self.only else term.to(accumulation_dtype(term.dtype), copy=True).contiguous()
+        else:
+            self.total = self.total.to(accumulation_dtype(term.dtype)) + term
 
     def value(self) -> Tensor:
         """The sum, rounded once to the dtype of its terms."""
@@ -65,9 +69,15 @@ class Stack:
     """n entries in one buffer, allocated with the first chunk; a chunk that is all of them is taken as it is."""
 
     n: int
+    in_place: bool = True  # see Sum
     buffer: Tensor | None = None
+    parts: dict[int, Tensor] = field(default_factory=dict)
 
     def add(self, iterations: range, part: Tensor) -> None:
+        """Takes some entries, in any order."""
+        if not self.in_place:
+            self.parts[iterations.start] = part
+            return
         if len(iterations) == self.n:
             self.buffer = part
             return
@@ -76,6 +86,8 @@ class Stack:
         self.buffer[iterations.start : iterations.stop] = part
 
     def value(self) -> Tensor:
+        if self.parts:
+            return torch.cat([part for _, part in sorted(self.parts.items())])
         assert self.buffer is not None
         return self.buffer
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pure_loopgrad import _tree
 from pure_loopgrad._capture import Watch, refuse_captured
-from pure_loopgrad._replay import Ambient, RngTape, rng_devices
+from pure_loopgrad._replay import Ambient, rng_devices
 from pure_loopgrad._shapes import Meta, Outline, run_on_fakes
 from pure_loopgrad.errors import ImpureBodyError, LoopGradError, LoopTypeError, LoopValueError, add_note
 
@@ -40,18 +40,19 @@ class Trace:
     devices: tuple[torch.device, ...]
     ambient: Ambient
     grad_mode: bool
+    n: int  # iterations of the whole loop, for messages
     outputs: _tree.Skeleton | None = None
     shapes: list[Meta] = field(default_factory=list)  # of one iteration's outputs
-    tape: RngTape = field(default_factory=RngTape)
+    draws: bool = False  # whether some iteration drew random numbers
     settled: bool = False  # whether the ambient settings are in force around the pass that runs now
     watching: bool = False  # whether captured tensors are looked for now
     iterations: range = range(0)  # the chunk that runs now, for messages
 
     @classmethod
-    def begin(cls, tensors: Tensors) -> Trace:
+    def begin(cls, tensors: Tensors, n: int) -> Trace:
         """A trace for a call that starts here and now."""
         devices = rng_devices(tensors)
-        return cls(devices, Ambient.capture(devices), torch.is_grad_enabled())
+        return cls(devices, Ambient.capture(devices), torch.is_grad_enabled(), n)
 
 
 @dataclass(frozen=True, eq=False)

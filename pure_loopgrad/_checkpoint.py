@@ -45,7 +45,7 @@ def checkpoint(fn: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(fn)
     def rematerialised(*args: P.args, **kwargs: P.kwargs) -> R:
         tensors, skeleton = _tree.split((args, kwargs))
-        trace = Trace.begin(tensors)
+        trace = Trace.begin(tensors, 1)
         body = Once(UserBody(_Applied(fn), (skeleton,), trace))
         sums, _ = Loop(body, 1, 1, len(tensors), trace, _run.current(None).check)(tensors, ())
         assert trace.outputs is not None

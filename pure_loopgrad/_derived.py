@@ -14,19 +14,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from pure_loopgrad._body import ChunkBody, Randomness, Tensors
-from pure_loopgrad._levels import active_levels
+from pure_loopgrad._levels import active_levels, is_recorded
 from pure_loopgrad._shapes import Meta, Outline
 
 T = TypeVar("T")
 Mask = tuple[bool, ...]
 # cotangents, and whether this is the last call -> gradients, None where the outputs do not depend on a primal
 Pullback: TypeAlias = "Callable[[Sequence[Tensor], bool], Sequence[Tensor | None]]"
+
+
+@runtime_checkable
+class HasPullback(Protocol):
+    """A body that knows a better way backward than to record itself whole; all that it has are consts and sums."""
+
+    def pull_back(self, inputs: Tensors, wrt: Mask, outs: Mask, cotangents: Tensors) -> list[Tensor]:
+        """The gradients of the marked inputs from cotangents of the marked outputs."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,8 @@ class VjpBody:
     def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
         inputs = [*consts[: self.n_consts], *xs[: self.n_xs]]
         cotangents = [*consts[self.n_consts :], *xs[self.n_xs :]]
+        if isinstance(self.base, HasPullback) and not is_recorded([*consts, *xs]):
+            return self.base.pull_back(inputs, self.wrt, self.sums, cotangents), []
 
         def outputs(*primals: Tensor) -> tuple[Tensor, ...]:
             full = put(inputs, self.wrt, primals)

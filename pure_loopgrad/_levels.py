@@ -6,6 +6,8 @@ they move.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,20 @@ def active_levels() -> int:
     """How many torch.func transforms are active here."""
     top = torch._C._functorch.peek_interpreter_stack()
     return 0 if top is None else int(top.level())
+
+
+def is_recorded(tensors: Sequence[Tensor]) -> bool:
+    """Whether an operation on these tensors is recorded for a backward, at whatever level."""
+    return torch.is_grad_enabled() and any(map(_requires_grad, tensors))
+
+
+def _requires_grad(t: Tensor) -> bool:
+    while not t.requires_grad:
+        inner = torch.func.debug_unwrap(t, recurse=False)
+        if inner is t:
+            return False
+        t = inner
+    return True
 
 
 def without_graph(t: Tensor) -> Tensor:

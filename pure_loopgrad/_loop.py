@@ -9,7 +9,7 @@ the memory of one chunk. Only the inputs are kept between a pass and the next.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from pure_loopgrad import _tree
 from pure_loopgrad._accumulate import Outputs, with_storage
 from pure_loopgrad._body import ChunkBody, Tensors, Trace, where
 from pure_loopgrad._derived import JvpBody, Mask, VjpBody, VmapBody, put
+from pure_loopgrad._replay import RngTape
 from pure_loopgrad._run import Check
 from pure_loopgrad.errors import ImpureBodyError, LoopGradError, add_note
 
@@ -33,6 +34,7 @@ class Loop:
     n_consts: int
     trace: Trace
     check: Check = "first"
+    tape: RngTape = field(default_factory=RngTape)
     first_pass: bool = True  # else a later one, which replays what the first one saw
 
     def __call__(self, consts: Tensors, xs: Tensors) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -119,13 +121,13 @@ def _run(loop: Loop, consts: Tensors, xs: Tensors) -> tuple[list[Tensor], list[T
         return [m.zeros() for m in outlines[0]], [m.zeros() for m in outlines[1]]
     outputs = Outputs(loop.n)
     versions = [t._version for t in (*consts, *xs)]
-    tape = loop.trace.tape
-    with (tape.recording if loop.first_pass else tape.replaying)(loop.trace.devices) as rng:
+    with (loop.tape.recording if loop.first_pass else loop.tape.replaying)(loop.trace.devices) as rng:
         for i, iterations in enumerate(chunks(loop.n, loop.chunk_size)):
             loop.trace.iterations = iterations
             rng.start(i)
             outputs.add(iterations, *_run_chunk(loop, i, consts, xs))
             rng.finish(i)
+    loop.trace.draws = loop.trace.draws or bool(loop.tape.states)
     _refuse_changed(versions, (*consts, *xs))
     return outputs.finish((*consts, *xs))
 
@@ -143,7 +145,7 @@ def _run_chunk(loop: Loop, i: int, consts: Tensors, xs: Tensors) -> tuple[Tensor
     except LoopGradError:
         raise
     except Exception as error:
-        add_note(error, f"in {where(trace)} of a loop of {loop.n}, chunk_size={loop.chunk_size}")
+        add_note(error, f"in {where(trace)} of a loop of {trace.n}, chunk_size={loop.chunk_size}")
         raise
     finally:
         trace.watching = False

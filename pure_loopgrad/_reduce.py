@@ -104,7 +104,7 @@ def prepare(body: Body, params: PyTree, xs: PyTree, options: Options) -> Prepare
         x_tensors, total = _weighed(x_tensors, n, options.weights)
         n = x_tensors[0].shape[0]
     chunk_size = check_chunk_size(options.chunk_size, n)
-    trace = Trace.begin([*consts, *x_tensors])
+    trace = Trace.begin([*consts, *x_tensors], n)
     user = UserBody(body, (params_skeleton, x_skeleton), trace, leading=int(options.batched))
     how: Literal["one", "vmap", "batched"] = "batched" if options.batched else "one" if chunk_size == 1 else "vmap"
     chunk = Chunk(user, "stack" if options.reduce == "stack" else "sum", how, options.randomness, weighted)

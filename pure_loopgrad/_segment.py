@@ -1,0 +1,218 @@
+"""Some consecutive steps of a loop with a carry, as one body of the primitive; and the way backward through them.
+
+Forward, a segment streams: nothing is kept but the carry and the ys. Where it is recorded, it is cut into the parts of
+its plan, each a loop of one iteration that keeps the carry it starts from. Backward, where nobody differentiates the
+backward again, the parts are not recorded: a stack of kept carries is walked, each part cut into smaller ones until it
+is a single step. Where somebody does, the parts are recorded inside each other, and closed under differentiation as all
+loops are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import compress
+
+import torch
+from torch import Tensor
+
+from pure_loopgrad import _tree
+from pure_loopgrad._accumulate import Stack, Sum
+from pure_loopgrad._body import Tensors, UserBody
+from pure_loopgrad._derived import Mask, linearise, put, zeros_for_none
+from pure_loopgrad._levels import active_levels, is_recorded
+from pure_loopgrad._loop import Loop
+from pure_loopgrad._replay import RngState, rng_state, set_rng_state
+from pure_loopgrad._run import Check
+from pure_loopgrad._schedule import Part, Plan, enough_carries, spine
+from pure_loopgrad._shapes import Outline
+
+DEEPEST = 12  # parts recorded inside each other, at most: each costs some twenty frames of Python's stack
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A carry that is kept, the steps that start from it, and the random state there."""
+
+    start: int
+    length: int
+    plan: Plan
+    carry: list[Tensor]
+    rng: RngState
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Steps `start` to `start + length`: (params, carry, xs of these steps) -> (carry, their ys), all as sums."""
+
+    step: UserBody  # (params, carry, x) -> (carry, y)
+    n_params: int
+    n_carry: int
+    start: int
+    length: int
+    plan: Plan
+    reverse: bool
+    check: Check
+
+    @property
+    def n_sums(self) -> int:
+        return len(self.step.trace.shapes)
+
+    def outline(self, consts: Tensors, xs: Tensors) -> Outline:
+        """Never asked: a loop over a segment has one iteration."""
+        raise AssertionError("a segment has at least one step")
+
+    def __call__(self, consts: Tensors, xs: Tensors = ()) -> tuple[list[Tensor], list[Tensor]]:
+        if is_recorded(consts):
+            return self._composed(*self._split(consts)), []
+        return self._streamed(*self._split(consts)), []
+
+    def _split(self, consts: Tensors) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        first, second = self.n_params, self.n_params + self.n_carry
+        return list(consts[:first]), list(consts[first:second]), list(consts[second:])
+
+    def _at(self, i: int) -> int:
+        """Where the x and the y of the segment's step i stand."""
+        return self.length - 1 - i if self.reverse else i
+
+    def _run_step(self, i: int, params: Tensors, carry: Tensors, xs: Tensors) -> list[Tensor]:
+        trace = self.step.trace
+        trace.iterations = range(self.start + i, self.start + i + 1)
+        outs = self.step(*params, *carry, *(x.select(0, self._at(i)) for x in xs))
+        trace.watching = trace.watching and self.check == "all"
+        return outs
+
+    def _streamed(self, params: list[Tensor], carry: list[Tensor], xs: list[Tensor]) -> list[Tensor]:
+        ys: list[Stack] = []
+        for i in range(self.length):
+            outs = self._run_step(i, params, carry, xs)
+            carry = outs[: self.n_carry]
+            ys = ys or [Stack(self.length, in_place=active_levels() == 0) for _ in outs[self.n_carry :]]
+            for stack, y in zip(ys, outs[self.n_carry :], strict=True):
+                stack.add(range(self._at(i), self._at(i) + 1), y.unsqueeze(0))
+        return [*carry, *(stack.value() for stack in ys)]
+
+    def _composed(self, params: list[Tensor], carry: list[Tensor], xs: list[Tensor]) -> list[Tensor]:
+        parts = self._parts()
+        sizes = [size for size, _ in parts]
+        # one split and one cat a segment: the backward of n slices would be n tensors as large as xs
+        pieces = [x.split(sizes[::-1] if self.reverse else sizes) for x in xs]
+        stacks = []
+        start = 0
+        for i, (size, plan) in enumerate(parts):
+            place = len(parts) - 1 - i if self.reverse else i
+            outs = self._run_part(start, size, plan, [*params, *carry, *(p[place] for p in pieces)], i == len(parts) - 1)
+            carry = outs[: self.n_carry]
+            stacks.append(outs[self.n_carry :])
+            start += size
+        return [*carry, *(_cat(ys, self.reverse) for ys in zip(*stacks, strict=True))]
+
+    def _parts(self) -> list[Part]:
+        """By the plan; but with more carries, where their number is so small that parts would nest too deep."""
+        plan = self.plan
+        return spine(self.length, enough_carries(self.length, plan, DEEPEST) if isinstance(plan, int) else plan)
+
+    def _run_part(self, start: int, size: int, plan: Plan, consts: list[Tensor], last: bool) -> list[Tensor]:
+        part = Segment(
+            self.step, self.n_params, self.n_carry, self.start + start, size, plan, self.reverse, self.check
+        )
+        if last:  # its backward follows at once, so it is recorded as it is
+            return part._streamed_recorded(consts)
+        check = self.check if self.start + start == 0 or self.check == "all" else "off"
+        outs, _ = Loop(part, 1, 1, len(consts), self.step.trace, check)(consts, ())
+        return list(outs)
+
+    def _streamed_recorded(self, consts: list[Tensor]) -> list[Tensor]:
+        outs = self._run_step(0, *self._split(consts))
+        return [*outs[: self.n_carry], *(y.unsqueeze(0) for y in outs[self.n_carry :])]
+
+    def pull_back(self, inputs: Tensors, wrt: Mask, outs: Mask, cotangents: Tensors) -> list[Tensor]:
+        """Walks the steps backward, the last one first, from the carries that the plan keeps."""
+        params, carry, xs = self._split(inputs)
+        backward = _Backward(self, params, xs, wrt, put([None] * len(outs), outs, cotangents), carry)
+        stack = [Kept(0, self.length, self.plan, carry, self._rng())]
+        while stack:
+            kept = stack.pop()
+            if kept.length == 1:
+                self._set_rng(kept.rng)
+                backward.step(kept.start, kept.carry)
+            else:
+                stack.extend(self._advanced(kept, params, xs))
+        return backward.gradients()
+
+    def _advanced(self, kept: Kept, params: Tensors, xs: Tensors) -> Iterator[Kept]:
+        """Runs a part forward once more, and keeps the carries at which its own parts start."""
+        self._set_rng(kept.rng)
+        start, carry = kept.start, kept.carry
+        for size, plan in spine(kept.length, kept.plan):
+            yield Kept(start, size, plan, carry, self._rng())
+            if start + size == kept.start + kept.length:
+                return
+            for i in range(start, start + size):
+                carry = self._run_step(i, params, carry, xs)[: self.n_carry]
+            start += size
+
+    def _rng(self) -> RngState:
+        trace = self.step.trace
+        return rng_state(trace.devices) if trace.draws else {}
+
+    def _set_rng(self, state: RngState) -> None:
+        set_rng_state(state)
+
+
+class _Backward:
+    """The running gradients of a segment: of params, of the carry, of xs."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        params: Tensors,
+        xs: Tensors,
+        wrt: Mask,
+        cotangents: list[Tensor | None],
+        first_carry: Tensors,
+    ) -> None:
+        self.segment, self.params, self.xs = segment, params, xs
+        n, nc = segment.n_params, segment.n_carry
+        self.wrt_params, self.wrt_carry, self.wrt_xs = wrt[:n], wrt[n : n + nc], wrt[n + nc :]
+        floats = [_tree.is_differentiable(c) for c in first_carry]
+        self.floats = tuple(floats)
+        zero = [c.new_zeros(c.shape) if f else None for c, f in zip(first_carry, floats, strict=True)]
+        self.dcarry = [z if d is None else d for z, d in zip(zero, cotangents[:nc], strict=True)]
+        self.dys = cotangents[nc:]
+        in_place = active_levels() == 0
+        self.dparams = [Sum(in_place=in_place) for w in self.wrt_params if w]
+        self.dxs = [Stack(segment.length, in_place=in_place) for w in self.wrt_xs if w]
+
+    def step(self, i: int, carry: list[Tensor]) -> None:
+        """One step's vjp: adds to dparams, replaces dcarry, writes dxs."""
+        segment, at = self.segment, self.segment._at(i)
+        inputs = [*self.params, *carry, *(x.select(0, at) for x in self.xs)]
+        mask = (*self.wrt_params, *self.floats, *self.wrt_xs)
+        given = [*self.dcarry, *(None if d is None else d.select(0, at) for d in self.dys)]
+        wanted = [d is not None for d in given]
+
+        def outputs(*primals: Tensor) -> tuple[tuple[Tensor, ...], tuple[()]]:
+            full = put(inputs, mask, primals)
+            segment.step.trace.iterations = range(segment.start + i, segment.start + i + 1)
+            return tuple(compress(segment.step(*full), wanted)), ()
+
+        primals = list(compress(inputs, mask))
+        if not primals or not any(wanted):
+            return
+        _, pullback, _ = linearise(outputs, primals)
+        grads = iter(zeros_for_none(pullback([d for d in given if d is not None], True), primals))
+        for total in self.dparams:
+            total.add(next(grads))
+        self.dcarry = [next(grads) if f else None for f in self.floats]
+        for stack in self.dxs:
+            stack.add(range(at, at + 1), next(grads).unsqueeze(0))
+
+    def gradients(self) -> list[Tensor]:
+        """One for each marked input."""
+        carry = [d for d, w in zip(self.dcarry, self.wrt_carry, strict=True) if w and d is not None]
+        return [*(t.value() for t in self.dparams), *carry, *(s.value() for s in self.dxs)]
+
+
+def _cat(parts: tuple[Tensor, ...], reverse: bool) -> Tensor:
+    return torch.cat(parts[::-1] if reverse else parts)
