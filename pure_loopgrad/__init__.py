@@ -13,6 +13,8 @@ from pure_loopgrad._module import from_module as from_module
 from pure_loopgrad._run import Report as Report
 from pure_loopgrad._run import Run as Run
 from pure_loopgrad._run import run as run
+from pure_loopgrad._scan import scan as scan
 from pure_loopgrad._version import __version__ as __version__
+from pure_loopgrad._while import fori_loop as fori_loop
+from pure_loopgrad._while import while_loop as while_loop
 from pure_loopgrad.errors import LoopGradError as LoopGradError
-from pure_loopgrad._scan import scan as scan, fori_loop as fori_loop

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ Mask = tuple[bool, ...]
 Pullback: TypeAlias = "Callable[[Sequence[Tensor], bool], Sequence[Tensor | None]]"
 
 
-@runtime_checkable
 class HasPullback(Protocol):
     """A body that knows a better way backward than to record itself whole; all that it has are consts and sums."""
 
@@ -60,8 +59,9 @@ class VjpBody:
     def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
         inputs = [*consts[: self.n_consts], *xs[: self.n_xs]]
         cotangents = [*consts[self.n_consts :], *xs[self.n_xs :]]
-        if isinstance(self.base, HasPullback) and not is_recorded([*consts, *xs]):
-            return self.base.pull_back(inputs, self.wrt, self.sums, cotangents), []
+        own_way = getattr(self.base, "pull_back", None)  # of a HasPullback
+        if own_way is not None and not is_recorded([*consts, *xs]):
+            return cast(HasPullback, self.base).pull_back(inputs, self.wrt, self.sums, cotangents), []
 
         def outputs(*primals: Tensor) -> tuple[Tensor, ...]:
             full = put(inputs, self.wrt, primals)

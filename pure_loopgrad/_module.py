@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -50,9 +50,10 @@ def from_module(module: nn.Module) -> tuple[Callable[[NamedTensors, Any], Any], 
     params: NamedTensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     buffers = {name for name, _ in module.named_buffers()}
     names = _names_of_slots(module, params)
+    tracking = {name: m for name, m in module.named_modules() if getattr(m, "track_running_stats", False)}
 
     def body(params: NamedTensors, x: Any) -> Any:
-        _refuse_running_statistics(module)
+        _refuse_running_statistics(tracking)
         given = {name: t.detach() if name in buffers else t for name, t in params.items()}
         tensors = {slot: given[name] for slot, name in names.items()}
         return torch.func.functional_call(module, tensors, (x,), tie_weights=False)
@@ -74,16 +75,12 @@ def _names_of_slots(module: nn.Module, params: NamedTensors) -> dict[str, str]:
     return slots
 
 
-def _refuse_running_statistics(module: nn.Module) -> None:
+def _refuse_running_statistics(layers: dict[str, nn.Module]) -> None:
     """A recomputation would update them a second time."""
-    for name in _updating_layers(module):
-        raise LoopValueError(
-            f"layer {name!r} is in train mode and would update its running statistics in every pass. "
-            f"Put it in eval mode, make it with track_running_stats=False, or use a layer without them (GroupNorm)"
-        )
-
-
-def _updating_layers(module: nn.Module) -> Iterator[str]:
-    for name, layer in module.named_modules():
-        if layer.training and getattr(layer, "track_running_stats", False):
-            yield f"{name or 'module'} ({type(layer).__name__})"
+    for name, layer in layers.items():
+        if layer.training:
+            raise LoopValueError(
+                f"layer {name or 'module'} ({type(layer).__name__}) is in train mode and would update its running "
+                f"statistics in every pass. Put it in eval mode, make it with track_running_stats=False, or use a "
+                f"layer without them (GroupNorm)"
+            )

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from pure_loopgrad._offload import Offload, check_offload
 from pure_loopgrad.errors import LoopValueError
 
 Check = Literal["off", "first", "all"]
@@ -30,6 +31,10 @@ class Run:
         check: which iterations are watched for tensors that the body reads without being given them:
             `"first"` (the first chunk of each call), `"all"`, or `"off"`.
         report: called with a `Report` by `value_and_grad`, once a call.
+        offload: where `scan`, `fori_loop` and `while_loop` keep carries during a backward: None beside everything else,
+            `"cpu"` in CPU memory while the loop runs on another device, or a folder for files that are deleted as they
+            are used. The loop is then run forward once more, since nothing is kept before the backward starts.
+            Derivatives of higher order keep their carries in memory.
 
     Example:
         >>> import torch, pure_loopgrad as plg
@@ -43,10 +48,12 @@ class Run:
 
     check: Check = "first"
     report: Callable[[Report], None] | None = None
+    offload: Offload = None
 
     def __post_init__(self) -> None:
         if self.check not in ("off", "first", "all"):
             raise LoopValueError(f"check={self.check!r}: expected 'off', 'first' or 'all'")
+        check_offload(self.offload)
 
 
 _current: ContextVar[Run] = ContextVar("pure_loopgrad_run", default=Run())  # noqa: B039  # it is frozen

@@ -1,4 +1,4 @@
-"""Loops with a carry: `scan` and `fori_loop`, in the memory of the carries that a schedule keeps."""
+"""A loop with a carry, in the memory of the carries that a schedule keeps."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pure_loopgrad import _run, _tree
 from pure_loopgrad._body import Trace, UserBody
+from pure_loopgrad._loop import Loop
 from pure_loopgrad._schedule import Plan, check_plan
 from pure_loopgrad._segment import Segment
 from pure_loopgrad._shapes import run_on_fakes
@@ -29,6 +30,8 @@ def scan(
     length: int | None = None,
     reverse: bool = False,
     checkpoints: Plan = "sqrt",
+    truncate: int | None = None,
+    window: int | None = None,
     run: _run.Run | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Carries a value through `body`, as `jax.lax.scan` with params first; keeps few carries for the backward.
@@ -52,6 +55,11 @@ def scan(
         reverse: run from the last x to the first; ys stand where their xs do.
         checkpoints: `"sqrt"` keeps 2 sqrt(n) carries; an int the best choice of that many, the first included;
             `"all"` every one.
+        truncate: take the gradient through the last `truncate` steps only: the steps before are constants, and so are
+            their ys.
+        window: cut the gradient of the carry between windows of that many steps, counted from the end, so that the
+            first one may be shorter: each step's carry in is a constant where a window starts. Unlike with `truncate`,
+            every step passes gradient to params and xs.
         run: options of the computation; see `Run`.
 
     Returns:
@@ -59,13 +67,14 @@ def scan(
 
     Raises:
         LoopTypeError: the carry changes its structure, a shape or a dtype, or body returns no pair.
-        LoopValueError: no length, or one that disagrees; a `checkpoints` that cannot be.
+        LoopValueError: no length, or one that disagrees; `checkpoints`, `truncate` or `window` that cannot be.
+        OffloadError: a carry cannot be written to the folder of `Run.offload`.
         CapturedTensorError: see `plg.map`.
         ImpureBodyError: see `plg.map`.
 
     Memory: inputs, ys, the kept carries, two copies of params, and one step. Time for a gradient: n (2F + B) with
     `"all"`, n (3F + B) with `"sqrt"`, and (n + t) F + n B for k carries, where t = min_m m + t(n - m, k - 1) + t(m, k)
-    is the least possible. Forward mode keeps nothing.
+    is the least possible. Forward mode keeps nothing. `Run.offload` moves kept carries elsewhere for n F more.
 
     Example:
         >>> import torch, pure_loopgrad as plg
@@ -76,6 +85,11 @@ def scan(
     Source: Griewank and Walther, Algorithm 799: revolve, ACM TOMS 26 (2000), for an int.
     """
     plan = check_plan(checkpoints)
+    _check_steps("truncate", truncate)
+    _check_steps("window", window)
+    if truncate is not None:
+        options = {"reverse": reverse, "checkpoints": plan, "window": window, "run": run}
+        return _truncated(body, params, init, xs, length, truncate, options)
     consts, params_skeleton = _tree.split(params)
     x_tensors, x_skeleton = _tree.split(xs)
     carry, carry_spec = _tree.numbers_to_tensors(init, [*consts, *x_tensors], "init")
@@ -83,72 +97,21 @@ def scan(
     everything = [*consts, *carry, *x_tensors]
     trace = Trace.begin(everything, n)
     skeletons = (params_skeleton, _tree.Skeleton.of_tensors(carry_spec), x_skeleton)
-    step = UserBody(_Step(body, carry, carry_spec, trace), skeletons, trace)
+    step = UserBody(_Step(body, carry, carry_spec, trace, window), skeletons, trace)
     if n == 0:
         run_on_fakes(step, [*consts, *carry], x_tensors)
         ys = [meta.with_axis(0, 0).zeros() for meta in trace.shapes[len(carry) :]]
         outs = [*carry, *ys]
     else:
         trace.settled = True  # what runs outside of the primitive runs here and now
-        check = _run.current(run).check
-        outs, _ = Segment(step, len(consts), len(carry), 0, n, plan, reverse, check)(everything)
+        record = _run.current(run)
+        segment = Segment(step, len(consts), len(carry), 0, n, plan, reverse, record.check, record.offload)
+        # with offload, as one loop of the primitive, which keeps nothing before the backward starts
+        whole = segment if record.offload is None else Loop(segment, 1, 1, len(everything), trace, record.check)
+        outs = [*whole(everything, ())[0]]
     assert trace.outputs is not None
     last, stacked = trace.outputs.fill(outs)
     return last, stacked
-
-
-def fori_loop(
-    lower: int,
-    upper: int,
-    body: Callable[[Any, Tensor, Any], Any],
-    params: PyTree,
-    init: PyTree,
-    *,
-    checkpoints: Plan = "sqrt",
-    run: _run.Run | None = None,
-) -> PyTree:
-    """Carries a value from `lower` up to `upper`: `carry = body(params, i, carry)`, as `jax.lax.fori_loop`.
-
-    Args:
-        lower: the first i.
-        upper: where i stops; if it is not above lower, init comes back.
-        body: a pure function `body(params, i, carry) -> carry`; i is an int64 tensor of shape ().
-        params: see `scan`.
-        init: see `scan`.
-        checkpoints: see `scan`.
-        run: see `scan`.
-
-    Returns:
-        The last carry.
-
-    Raises:
-        LoopGradError: see `scan`.
-
-    Memory and time: as `scan`.
-
-    Example:
-        >>> import torch, pure_loopgrad as plg
-        >>> plg.fori_loop(1, 4, lambda w, i, c: c * w + i, torch.tensor(2.0), torch.tensor(0.0))
-        tensor(11.)
-    """
-    xs = torch.arange(lower, max(lower, upper))
-    carry, _ = scan(_IndexFirst(body), params, init, xs, checkpoints=checkpoints, run=run)
-    return carry
-
-
-@dataclass(frozen=True, eq=False)
-class _IndexFirst:
-    """A body of fori_loop as one of scan."""
-
-    body: Callable[[Any, Tensor, Any], Any]
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """What messages speak of."""
-        return self.body
-
-    def __call__(self, params: Any, carry: Any, i: Tensor) -> tuple[Any, None]:
-        return self.body(params, i, carry), None
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,6 +122,7 @@ class _Step:
     init: list[Tensor]
     spec: _tree.TreeSpec
     trace: Trace
+    window: int | None
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -166,6 +130,8 @@ class _Step:
         return self.body
 
     def __call__(self, params: Any, carry: Any, x: Any) -> tuple[Any, Any]:
+        if self.window is not None and (self.trace.n - self.trace.iterations.start) % self.window == 0:
+            carry = _constant(carry)
         out = self.body(params, carry, x)
         if self.trace.outputs is None:
             self._check(out)
@@ -185,6 +151,34 @@ class _Step:
                     f"{path} has {_tree.describe(before)} in init, but {_tree.describe(after)} after a step; a carry "
                     f"keeps its shapes and dtypes: convert init, or what the body returns"
                 )
+
+
+def _truncated(
+    body: CarryBody, params: PyTree, init: PyTree, xs: PyTree, length: int | None, k: int, options: dict[str, Any]
+) -> tuple[PyTree, PyTree]:
+    """A scan of constants, and behind it one of the last k steps."""
+    x_tensors, x_skeleton = _tree.split(xs)
+    n = _steps(x_tensors, x_skeleton, length)
+    head = max(0, n - k)
+    sizes = [n - head, head] if options["reverse"] else [head, n - head]
+    pieces = [x_skeleton.fill(piece) for piece in zip(*(torch.split(x, sizes) for x in x_tensors), strict=True)]
+    first, last = (pieces or [xs, xs])[:: -1 if options["reverse"] else 1]
+    carry, ys = scan(body, _constant(params), _constant(init), _constant(first), length=head, **options)
+    carry, more = scan(body, params, carry if head else init, last, length=n - head, **options)
+    parts = (more, ys) if options["reverse"] else (ys, more)
+    a, b = (_tree.split(part) for part in parts)
+    return carry, a[1].fill([torch.cat(pair) for pair in zip(a[0], b[0], strict=True)])
+
+
+def _constant(tree: PyTree) -> PyTree:
+    """The same values, without gradient and without tangent."""
+    tensors, skeleton = _tree.split(tree)
+    return skeleton.fill([t.detach() for t in tensors])
+
+
+def _check_steps(name: str, k: int | None) -> None:
+    if k is not None and (isinstance(k, bool) or not isinstance(k, int) or k < 1):
+        raise LoopValueError(f"{name}={k!r}: expected a number of steps, at least 1")
 
 
 def _steps(xs: list[Tensor], skeleton: _tree.Skeleton, length: int | None) -> int:

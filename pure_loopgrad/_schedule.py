@@ -45,7 +45,8 @@ def spine(n: int, plan: Plan) -> list[Part]:
     if plan == "sqrt":
         size = max(1, isqrt(n - 1) + 1)
         whole = (n - 1) // size
-        return [(size, "all")] * whole + [(1, 1)] * (n - whole * size)
+        segment: Part = (size, "all")
+        return [segment] * whole + [(1, 1)] * (n - whole * size)
     parts: list[Part] = []
     carries = int(plan)
     while n > 1:
@@ -78,7 +79,7 @@ def repetitions(n: int, carries: int) -> int:
 
 
 def advances(n: int, carries: int) -> int:
-    """The fewest steps run beside the n whose backward follows at once: t(n, k) = min_m m + t(n - m, k - 1) + t(m, k)."""
+    """The fewest steps to run beside those whose backward follows: t(n, k) = min_m m + t(n - m, k - 1) + t(m, k)."""
     r = repetitions(n, carries)
     return r * n - comb(carries + r, carries + 1)
 

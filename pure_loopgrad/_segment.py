@@ -10,8 +10,9 @@ loops are.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from pure_loopgrad._body import Tensors, UserBody
 from pure_loopgrad._derived import Mask, linearise, put, zeros_for_none
 from pure_loopgrad._levels import active_levels, is_recorded
 from pure_loopgrad._loop import Loop
+from pure_loopgrad._offload import Offload, Store, opened
 from pure_loopgrad._replay import RngState, rng_state, set_rng_state
 from pure_loopgrad._run import Check
 from pure_loopgrad._schedule import Part, Plan, enough_carries, spine
@@ -37,7 +39,7 @@ class Kept:
     start: int
     length: int
     plan: Plan
-    carry: list[Tensor]
+    carry: Any  # as the store holds it
     rng: RngState
 
 
@@ -53,6 +55,7 @@ class Segment:
     plan: Plan
     reverse: bool
     check: Check
+    offload: Offload = None
 
     @property
     def n_sums(self) -> int:
@@ -96,12 +99,14 @@ class Segment:
         parts = self._parts()
         sizes = [size for size, _ in parts]
         # one split and one cat a segment: the backward of n slices would be n tensors as large as xs
-        pieces = [x.split(sizes[::-1] if self.reverse else sizes) for x in xs]
+        pieces = [torch.split(x, sizes[::-1] if self.reverse else sizes) for x in xs]
         stacks = []
         start = 0
         for i, (size, plan) in enumerate(parts):
             place = len(parts) - 1 - i if self.reverse else i
-            outs = self._run_part(start, size, plan, [*params, *carry, *(p[place] for p in pieces)], i == len(parts) - 1)
+            outs = self._run_part(
+                start, size, plan, [*params, *carry, *(p[place] for p in pieces)], i == len(parts) - 1
+            )
             carry = outs[: self.n_carry]
             stacks.append(outs[self.n_carry :])
             start += size
@@ -113,16 +118,14 @@ class Segment:
         return spine(self.length, enough_carries(self.length, plan, DEEPEST) if isinstance(plan, int) else plan)
 
     def _run_part(self, start: int, size: int, plan: Plan, consts: list[Tensor], last: bool) -> list[Tensor]:
-        part = Segment(
-            self.step, self.n_params, self.n_carry, self.start + start, size, plan, self.reverse, self.check
-        )
+        part = replace(self, start=self.start + start, length=size, plan=plan)
         if last:  # its backward follows at once, so it is recorded as it is
-            return part._streamed_recorded(consts)
+            return part._one_step(consts)
         check = self.check if self.start + start == 0 or self.check == "all" else "off"
         outs, _ = Loop(part, 1, 1, len(consts), self.step.trace, check)(consts, ())
         return list(outs)
 
-    def _streamed_recorded(self, consts: list[Tensor]) -> list[Tensor]:
+    def _one_step(self, consts: list[Tensor]) -> list[Tensor]:
         outs = self._run_step(0, *self._split(consts))
         return [*outs[: self.n_carry], *(y.unsqueeze(0) for y in outs[self.n_carry :])]
 
@@ -130,22 +133,23 @@ class Segment:
         """Walks the steps backward, the last one first, from the carries that the plan keeps."""
         params, carry, xs = self._split(inputs)
         backward = _Backward(self, params, xs, wrt, put([None] * len(outs), outs, cotangents), carry)
-        stack = [Kept(0, self.length, self.plan, carry, self._rng())]
-        while stack:
-            kept = stack.pop()
-            if kept.length == 1:
-                self._set_rng(kept.rng)
-                backward.step(kept.start, kept.carry)
-            else:
-                stack.extend(self._advanced(kept, params, xs))
+        with opened(self.offload) as store:
+            stack = [Kept(0, self.length, self.plan, store.put(carry), self._rng())]
+            while stack:
+                kept = stack.pop()
+                carry = store.take(kept.carry)
+                set_rng_state(kept.rng)
+                if kept.length == 1:
+                    backward.step(kept.start, carry)
+                else:
+                    stack.extend(self._advanced(kept, store, params, carry, xs))
         return backward.gradients()
 
-    def _advanced(self, kept: Kept, params: Tensors, xs: Tensors) -> Iterator[Kept]:
+    def _advanced(self, kept: Kept, store: Store, params: Tensors, carry: list[Tensor], xs: Tensors) -> Iterator[Kept]:
         """Runs a part forward once more, and keeps the carries at which its own parts start."""
-        self._set_rng(kept.rng)
-        start, carry = kept.start, kept.carry
+        start = kept.start
         for size, plan in spine(kept.length, kept.plan):
-            yield Kept(start, size, plan, carry, self._rng())
+            yield Kept(start, size, plan, store.put(carry), self._rng())
             if start + size == kept.start + kept.length:
                 return
             for i in range(start, start + size):
@@ -155,9 +159,6 @@ class Segment:
     def _rng(self) -> RngState:
         trace = self.step.trace
         return rng_state(trace.devices) if trace.draws else {}
-
-    def _set_rng(self, state: RngState) -> None:
-        set_rng_state(state)
 
 
 class _Backward:

@@ -8,6 +8,7 @@ __all__ = [
     "LoopGradError",
     "LoopTypeError",
     "LoopValueError",
+    "OffloadError",
     "ShapeInferenceError",
 ]
 
@@ -34,6 +35,10 @@ class ImpureBodyError(LoopValueError):
 
 class ShapeInferenceError(LoopValueError):
     """A loop of no iterations could not find its outputs' shapes without running the body."""
+
+
+class OffloadError(LoopGradError, OSError):
+    """A kept carry could not be written to disk."""
 
 
 def add_note(error: BaseException, note: str) -> None:
