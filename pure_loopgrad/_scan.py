@@ -108,7 +108,11 @@ def scan(
         segment = Segment(step, len(consts), len(carry), 0, n, plan, reverse, record.check, record.offload)
         # with offload, as one loop of the primitive, which keeps nothing before the backward starts
         whole = segment if record.offload is None else Loop(segment, 1, 1, len(everything), trace, record.check)
-        outs = [*whole(everything, ())[0]]
+        trace.watching = trace.grad_mode and record.check != "off"  # the first step, if it runs right here
+        try:
+            outs = [*whole(everything, ())[0]]
+        finally:
+            trace.watching = False
     assert trace.outputs is not None
     last, stacked = trace.outputs.fill(outs)
     return last, stacked
