@@ -17,10 +17,10 @@ demo: $(INSTALLED)
 	$(BIN)/python -m pure_loopgrad
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 test-thorough: $(INSTALLED)
-	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest
+	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -n 2
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

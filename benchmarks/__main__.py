@@ -16,13 +16,22 @@ from pathlib import Path
 import torch
 from rich.progress import track
 
-WORKLOADS = ["feature_stack"]
+WORKLOADS = ["feature_stack", "carry"]
 RESULTS = Path(__file__).parent / "results"
 # For memory, malloc gives freed blocks of this size back at once, so that the peak is that of the program and repeats.
 # For time, it keeps them: else page faults come and go with the order of allocations, and are a third of the noise.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 KEEP = {"MALLOC_MMAP_THRESHOLD_": "4000000000", "MALLOC_TRIM_THRESHOLD_": "4000000000"}
 Row = tuple[str, int]
+
+
+def jax_child(script: Path, method: str, n: int) -> dict[str, float] | None:
+    """The same by an interpreter that has JAX; None where there is none."""
+    python = os.environ.get("BENCH_JAX_PYTHON")
+    if python is None:
+        return None
+    done = subprocess.run([python, str(script), method, str(n)], capture_output=True, text=True, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def child(workload: str, method: str, n: int) -> dict[str, float]:
@@ -37,12 +46,18 @@ def child(workload: str, method: str, n: int) -> dict[str, float]:
 
 def measure(workload: str, sizes: list[int], rounds: int) -> dict[Row, dict[str, float]]:
     """Medians over rounds; the methods take turns, so that a slow minute hits all of them."""
-    methods = importlib.import_module(f"benchmarks.{workload}").METHODS
-    rows = [(method, n) for n in sizes for method in methods]
+    module = importlib.import_module(f"benchmarks.{workload}")
+    in_jax: dict[str, str] = getattr(module, "JAX_METHODS", {})
+    script = Path(__file__).with_name(f"{workload}_jax.py")
+    rows = [(method, n) for n in sizes for method in [*module.METHODS, *in_jax]]
     runs: dict[Row, list[dict[str, float]]] = {row: [] for row in rows}
-    for row in track(rows * rounds, description=workload):
-        runs[row].append(child(workload, *row))
-    return {row: {k: statistics.median(r[k] for r in found) for k in found[0]} for row, found in runs.items()}
+    for method, n in track(rows * rounds, description=workload):
+        found = jax_child(script, in_jax[method], n) if method in in_jax else child(workload, method, n)
+        runs[method, n] += [] if found is None else [found]
+    return {
+        row: {k: statistics.median(r[k] for r in found) for k in found[0]} if found else {}
+        for row, found in runs.items()
+    }
 
 
 def table(workload: str, medians: dict[Row, dict[str, float]], rounds: int) -> str:
@@ -57,6 +72,9 @@ def table(workload: str, medians: dict[Row, dict[str, float]], rounds: int) -> s
     ]
     for (method, n), found in medians.items():
         floor = medians["F", n]["seconds"] + medians["F + B", n]["seconds"]
+        if not found:
+            lines.append(f"| {n} | {method} | missing | | | |")
+            continue
         seconds = found["seconds"]
         cells = (
             n,

@@ -25,7 +25,8 @@ def checkpoint(fn: Callable[P, R]) -> Callable[P, R]:
         fn: a pure function of pytrees. Tensors that need a gradient are arguments, not captured.
 
     Returns:
-        A function with the same arguments and results as `fn`. Outputs are tensors and numbers in a pytree.
+        A function with the same arguments and results as `fn`: any pytree of tensors and numbers. Numbers come back as
+        tensors.
 
     Raises:
         CapturedTensorError: `fn` reads a tensor that needs a gradient and is no argument.
