@@ -39,7 +39,7 @@ def main() -> None:
     torch.manual_seed(0)
     workload = importlib.import_module(f"benchmarks.{args.workload}")
     run = workload.METHODS[args.method](args.n)
-    workload.METHODS[args.method](1)()  # kernels and modules of torch load at their first use
+    workload.METHODS[args.method](4)()  # kernels and modules of torch load at their first use
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     base = resident_mib()
     run()

@@ -172,6 +172,7 @@ class Chunk:
         y = y.to(accumulation_dtype(y.dtype))
         if weights is not None:
             w = weights.squeeze(0) if self.how == "one" else weights.reshape(-1, *(1 for _ in y.shape[1:]))
+            w = w.to(y.dtype) if y.is_floating_point() else w  # a float64 weight must not widen a float32 image
             # a weight of zero keeps out what is not finite, and its own derivative stays y
             y = torch.where((w == 0) & ~torch.isfinite(y), 0, y) * w
         return y if self.how == "one" else y.sum(0, dtype=y.dtype)

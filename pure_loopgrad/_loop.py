@@ -120,7 +120,7 @@ def _run(loop: Loop, consts: Tensors, xs: Tensors) -> tuple[list[Tensor], list[T
         outlines = loop.body.outline(consts, xs)
         return [m.zeros() for m in outlines[0]], [m.zeros() for m in outlines[1]]
     outputs = Outputs(loop.n)
-    versions = [t._version for t in (*consts, *xs)]
+    versions = [_version(t) for t in (*consts, *xs)]
     with (loop.tape.recording if loop.first_pass else loop.tape.replaying)(loop.trace.devices) as rng:
         for i, iterations in enumerate(chunks(loop.n, loop.chunk_size)):
             loop.trace.iterations = iterations
@@ -151,9 +151,13 @@ def _run_chunk(loop: Loop, i: int, consts: Tensors, xs: Tensors) -> tuple[Tensor
         trace.watching = False
 
 
+def _version(t: Tensor) -> int:
+    return 0 if t.is_inference() else t._version  # an inference tensor counts no changes
+
+
 def _refuse_changed(versions: list[int], inputs: Tensors) -> None:
     """Raises if the body wrote into an input: the next pass would start from something else."""
-    changed = [t for before, t in zip(versions, inputs, strict=True) if t._version != before]
+    changed = [t for before, t in zip(versions, inputs, strict=True) if _version(t) != before]
     if changed:
         raise ImpureBodyError(
             f"the body changed an input in place ({', '.join(map(_tree.describe, changed))}), which a recomputation "

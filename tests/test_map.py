@@ -169,6 +169,17 @@ def test_an_error_in_the_body_passes_with_its_iteration():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_inference_mode():
+    with torch.inference_mode():
+        xs = XS.clone()
+        assert_close(plg.map(tanh, W, xs), plain_map(tanh, W, xs))
+        last, _ = plg.scan(lambda W, c, x: (tanh(W, c + x), None), W, xs[0], xs)
+        c = xs[0]
+        for x in xs:
+            c = tanh(W, c + x)
+        assert_close(last, c)
+
+
 def test_no_iterations():
     body = lambda W, x: {"y": tanh(W, x), "i": (x > 0).sum(), "half": x.to(torch.bfloat16)}
     ys = plg.map(body, W, XS[:0])
