@@ -157,6 +157,24 @@ def test_through_a_function_of_its_own():
         plg.map(lambda p, x: Scale.apply(p * x, w), P, XS)
 
 
+class Hidden:
+    """Keeps a tensor where no search for a name finds it."""
+
+    __slots__ = ("w",)
+
+
+@pytest.mark.parametrize("outer", ["grad", "vmap"])
+def test_a_tensor_that_no_name_leads_to(outer):
+    box = Hidden()
+
+    def f(w):
+        box.w = w
+        return plg.map(lambda p, x: p * x * box.w, P, XS).sum()
+
+    with pytest.raises(plg.errors.CapturedTensorError, match=r"uses a tensor \(shape \(4,\)"):
+        OUTER[outer](f, torch.ones(4))
+
+
 def test_a_nested_loop():
     w = torch.ones(4, requires_grad=True)
     outer = lambda p, x: plg.map(lambda q, y: q * y * w, p, x[None]).sum()

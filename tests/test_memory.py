@@ -85,6 +85,22 @@ def test_peak_of_a_stack_grows_by_outputs_alone(order):
     assert many - few <= 1.02 * 1.5 * (floor_many - floor_few)
 
 
+def test_autocast_caches_nothing():
+    """Its cache of cast weights would hold one entry an iteration until the user's block ends."""
+
+    def run(n):
+        W, xs = setup(n)
+        W.requires_grad_()
+
+        def step():
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                plg.sum(deep, W, xs).float().square().sum().backward()
+
+        return step
+
+    assert peak_bytes(run(64)) <= 1.02 * peak_bytes(run(8))
+
+
 def test_the_plain_loop_does_grow():
     """The measure itself: it must see what the plain loop keeps."""
     plain = lambda W, xs: torch.stack([deep(W, x) for x in xs]).mean(0)
