@@ -16,12 +16,14 @@ mpl.use("Agg")  # no screen is needed
 
 
 def table(rows: list[Comparison], n: int) -> Table:
-    """The comparison, a method a row: memory above the baseline, the error of the whole gradient, and the angle by which
-    that of the feature extractor is off.
+    """The comparison, a method a row.
+
+    Memory is the peak above the baseline, the error that of the whole gradient, and the angle that by which the
+    gradient of the feature extractor is off.
     """
     result = Table(title=f"One training step, {n} iterations, every method in a process of its own")
     result.add_column("method", no_wrap=True)
-    for name in ("peak memory\n(MiB)", "seconds\na step", "gradient error\n(relative)", "angle of the\nfeatures'"):
+    for name in ("peak memory\n(MiB)", "seconds\na step", "relative\nerror", "features'\nangle"):
         result.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         result.add_row(row.method, f"{row.mib:,.0f}", f"{row.seconds:.2f}", f"{row.error:.1e}", f"{row.angle:.1f} deg")
