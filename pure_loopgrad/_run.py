@@ -29,7 +29,8 @@ class Run:
 
     Attributes:
         check: which iterations are watched for tensors that the body reads without being given them:
-            `"first"` (the first chunk of each call), `"all"`, or `"off"`.
+            `"first"` (the first chunk of each call), `"all"`, or `"off"`. A watched iteration costs some 25 us more
+            for a small body and 150 us for a CNN of five layers.
         report: called with a `Report` by `value_and_grad`, once a call.
         offload: where `scan`, `fori_loop` and `while_loop` keep carries during a backward: None beside everything else,
             `"cpu"` in CPU memory while the loop runs on another device, or a folder for files that are deleted as they

@@ -393,6 +393,19 @@ def test_while_loop(plan):
     assert_close(live.grad, torch.func.grad(lambda w: plain(w)["h"].sum())(w))
 
 
+def test_loops_with_a_carry_under_vmap():
+    """The condition counts, so it is the same for the whole batch."""
+    body = lambda w, i, c: torch.sin(c * w) + i
+    ws, c = data(4), data(seed=1)
+    plain = lambda w: functools.reduce(lambda c, i: body(w, i, c), range(5), c)
+    by_range = lambda w: plg.fori_loop(0, 5, body, w, c)
+    step = lambda w, s: {"c": body(w, s["i"], s["c"]), "i": s["i"] + 1}
+    until = lambda w: plg.while_loop(lambda w, s: s["i"] < 5, step, w, {"c": c, "i": torch.tensor(0)})["c"]
+    for ours in (by_range, until):
+        for transform in (lambda f: f, torch.func.grad, torch.func.hessian):
+            assert_close(torch.func.vmap(transform(ours))(ws), torch.func.vmap(transform(plain))(ws))
+
+
 def test_while_loop_counts():
     """At most n steps more than a scan that knows n: 1.5 times the offline optimum of n + t."""
     body = Counted(lambda w, c: c * w)
