@@ -29,6 +29,15 @@ Mask = tuple[bool, ...]
 Pullback: TypeAlias = "Callable[[Sequence[Tensor], bool], Sequence[Tensor | None]]"
 
 
+def user_inputs_batched(body: ChunkBody, consts: Mask, xs: Mask) -> bool:
+    """Whether a batch reaches the user's body, or only the cotangents and tangents of derived ones."""
+    while isinstance(body, (VjpBody, JvpBody, VmapBody)):
+        if not isinstance(body, VmapBody):
+            consts, xs = consts[: body.n_consts], xs[: body.n_xs]
+        body = body.base
+    return any(consts) or any(xs)
+
+
 class HasPullback(Protocol):
     """A body that knows a better way backward than to record itself whole; all that it has are consts and sums."""
 

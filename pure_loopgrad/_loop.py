@@ -18,7 +18,7 @@ from torch import Tensor
 from pure_loopgrad import _tree
 from pure_loopgrad._accumulate import Outputs, with_storage
 from pure_loopgrad._body import ChunkBody, Tensors, Trace, where
-from pure_loopgrad._derived import JvpBody, Mask, VjpBody, VmapBody, put
+from pure_loopgrad._derived import JvpBody, Mask, VjpBody, VmapBody, put, user_inputs_batched
 from pure_loopgrad._replay import RngTape
 from pure_loopgrad._run import Check
 from pure_loopgrad.errors import ImpureBodyError, LoopGradError, add_note
@@ -86,7 +86,10 @@ class _LoopFunction(torch.autograd.Function):
             t if d is None else t.movedim(d, 0 if i < nc else 1)
             for i, (t, d) in enumerate(zip(inputs, dims, strict=True))
         ]
-        body = VmapBody(loop.body, nc, tuple(d is not None for d in dims), info.randomness)
+        batched = tuple(d is not None for d in dims)
+        # where only cotangents or tangents are batched, the first pass drew one set of random numbers for all of them
+        drew = user_inputs_batched(loop.body, batched[:nc], batched[nc:])
+        body = VmapBody(loop.body, nc, batched, info.randomness if drew else "same")
         sums, stacks = replace(loop, body=body)(moved[:nc], moved[nc:])
         return (*sums, *stacks), (*(0 for _ in sums), *(1 for _ in stacks))
 

@@ -111,6 +111,23 @@ def test_18_dropout_draws_what_the_plain_loop_draws():
     assert torch.equal(state, ref_state)
 
 
+@pytest.mark.parametrize("chunk_size", [1, 4])
+def test_18_one_mask_for_a_batch_of_cotangents_or_tangents(chunk_size):
+    """jacrev and jacfwd batch what is pulled back and pushed forward; the masks are those of the one first pass."""
+    p, xs = torch.tensor(2.0, dtype=f64), torch.ones(6, 5, dtype=f64)
+    body = lambda p, x: F.dropout(p * x, 0.5)
+    rows = lambda p: plg.map(body, p, xs, chunk_size=chunk_size, randomness="different").sum(1)
+    torch.manual_seed(1)
+    ref = rows(p) / p  # linear in p
+    for jacobian in (torch.func.jacrev, torch.func.jacfwd):
+        torch.manual_seed(1)
+        assert_close(jacobian(rows)(p), ref)
+    torch.manual_seed(1)
+    ys, pullback = torch.func.vjp(rows, p)
+    found = torch.func.vmap(pullback, randomness="different")(torch.eye(6, dtype=f64))[0]
+    assert_close(found, ys / p)
+
+
 # 20 to 23: splits, means, masks
 
 
