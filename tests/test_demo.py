@@ -50,7 +50,7 @@ def test_quick(tmp_path):
 BAD = {
     "--elements 0": "expected at least 2",
     "--steps -1": "expected at least 1",
-    "--decimation 100": "fewer than 2 of 128 elements",
+    "--decimation 128": "fewer than 2 of 128 elements",
     "--size 3": "expected at least 16",
     "--data missing.mat": "no such file",
     "--data text.mat": "not a MATLAB file",

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import NoReturn
 
 from pure_loopgrad.demo.config import QUICK, Config, InputError
 
@@ -16,14 +17,27 @@ full graph, all but one iteration frozen, torch.utils.checkpoint, pure_loopgrad.
 simulated from a retina image, with the physics that also reconstructs it."""
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with an argument in one line, like all else; argparse would print the usage too."""
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError(f"{message} (--help lists the options)")
+
+
 def parser() -> argparse.ArgumentParser:
     """The options; sizes have the defaults of `Config`."""
-    result = argparse.ArgumentParser(prog="pure-loopgrad", description=DESCRIPTION)
+    result = Parser(prog="pure-loopgrad", description=DESCRIPTION)
     result.add_argument("--data", metavar="FILE.mat", help="a full-matrix capture; also finds its speed of sound")
     for field in fields(Config):
         if field.name != "data":
             option = f"--{field.name.replace('_', '-')}"
-            result.add_argument(option, type=int, metavar="N", help=f"default {field.default}")
+            default = field.metadata.get("default", field.default)
+            result.add_argument(option, type=int, metavar="N", help=f"default {default}")
     result.add_argument("--quick", action="store_true", help="small sizes, under 30 s")
     result.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for the pictures")
     result.add_argument("--json", action="store_true", help="print the numbers as JSON and nothing else")
@@ -45,15 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 2 for bad input, which gets one line on stderr.
     """
-    args = parser().parse_args(argv)
     try:
-        _run(args)
+        _run(parser().parse_args(argv))
     except InputError as error:
         return _refuse(str(error))
     except ModuleNotFoundError as error:
         return _refuse(f"the demo needs {error.name}: pip install 'pure_loopgrad[demo]'")
     except OSError as error:
-        return _refuse(f"{error.filename or args.out}: {error.strerror}")
+        return _refuse(str(error))
     return 0
 
 
@@ -76,7 +89,7 @@ def _run(args: argparse.Namespace) -> None:
         result = run(config, lambda what, value: status.update(f"{what}: {value:,.4g}"))
     paths = report.write_pictures(result, args.out)
     if args.json:
-        print(json.dumps(result.numbers(), indent=1))
+        print(json.dumps({**result.numbers(), "pictures": [str(path) for path in paths]}, indent=1))
         return
     console.print(report.table(result.rows, result.n))
     console.print(report.summary(result), highlight=False)

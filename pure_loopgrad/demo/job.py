@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pure_loopgrad.demo.config import Config
-from pure_loopgrad.demo.measure import THREADS, Measured, in_child
-from pure_loopgrad.demo.methods import METHODS, flat
+from pure_loopgrad.demo.measure import THREADS, Measured, memory_of_each, seconds_of_each
+from pure_loopgrad.demo.methods import flat
 from pure_loopgrad.demo.model import init_params
 from pure_loopgrad.demo.problem import make_problem
 from pure_loopgrad.demo.recording import read_recording
@@ -35,6 +35,7 @@ class Result:
     """All that the job found."""
 
     title: str
+    extent: tuple[float, float, float, float]
     n: int
     speed: float
     is_recording: bool
@@ -52,7 +53,7 @@ class Result:
             "losses": self.trained.losses,
             "methods": [asdict(row) for row in self.rows],
             "memory": self.memory,
-            "speed_of_sound": None if self.focus is None else asdict(self.focus) | {"named": self.speed},
+            "speed_of_sound": self.focus and asdict(self.focus) | {"found": self.focus.found, "named": self.speed},
         }
 
 
@@ -66,17 +67,25 @@ def run(config: Config, report: Report) -> Result:
         focus = autofocus(recording, START_SPEED, config.autofocus_steps, min(config.size, 96), report)
     trained = train(config, problem, report)
     measured = {}
-    for method in METHODS:
-        measured[method] = in_child(config, method)
-        report(method, measured[method].memory[-1][1])
-    memory = {method: found.memory for method, found in measured.items()}
-    rows = compare(measured, n_features=len(flat(init_params(config, problem)["features"])))
+    for method, found in memory_of_each(config):
+        measured[method] = found
+        report(f"{method}, MiB", found.memory[-1][1])
+    n_features = len(flat(init_params(config, problem)["features"]))
     return Result(
-        problem.title, problem.n, problem.speed, config.data is not None, problem.target, trained, rows, memory, focus
+        title=problem.title,
+        extent=problem.extent,
+        n=problem.n,
+        speed=problem.speed,
+        is_recording=config.data is not None,
+        target=problem.target,
+        trained=trained,
+        rows=compare(measured, seconds_of_each(config), n_features),
+        memory={method: found.memory for method, found in measured.items()},
+        focus=focus,
     )
 
 
-def compare(measured: dict[str, Measured], n_features: int) -> list[Comparison]:
+def compare(measured: dict[str, Measured], seconds: dict[str, float], n_features: int) -> list[Comparison]:
     """Each method against the full graph. The angle is that of the feature extractor's gradient alone: the head stands
     behind the loop, and gets the same gradient from all.
     """
@@ -87,5 +96,5 @@ def compare(measured: dict[str, Measured], n_features: int) -> list[Comparison]:
         error = (g - full).norm() / full.norm()
         a, b = g[:n_features], full[:n_features]
         angle = torch.rad2deg((a @ b / (a.norm() * b.norm())).clamp(-1, 1).acos())
-        rows.append(Comparison(method, found.memory[-1][1], found.seconds, error.item(), angle.item()))
+        rows.append(Comparison(method, found.memory[-1][1], seconds[method], error.item(), angle.item()))
     return rows

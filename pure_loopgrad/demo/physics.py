@@ -87,19 +87,21 @@ class Array:
         across: (P,) pixel positions along the array in m.
         travel: (P,) pixel depths as two-way travel times in s, so that an echo keeps its row when c changes.
         dt: sampling interval in s.
+        start: time of the first sample in s.
     """
 
     elements: Tensor
     across: Tensor
     travel: Tensor
     dt: float
+    start: float = 0.0
 
     def positions(self, transmitter: Tensor, c: Tensor) -> Tensor:
         """(n, P) times of flight transmitter - pixel - receiver, in samples."""
         depth = c * self.travel / 2
         out = torch.hypot(self.across - transmitter, depth)
         back = torch.hypot(self.across - self.elements[:, None], depth)
-        return (out + back) / (c * self.dt)
+        return ((out + back) / c - self.start) / self.dt
 
     def image(self, traces: Tensor, transmitter: Tensor, c: Tensor) -> Tensor:
         """Delay-and-sum of one transmit event over all receivers: traces (k, n, T) to (k, P)."""

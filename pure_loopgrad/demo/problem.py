@@ -7,7 +7,7 @@ recording is real; its target is the image from all its transmit events, its inp
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from pure_loopgrad.demo.recording import Recording, read_recording
 
 WINDOW_MM = (12.0, 36.0)  # of the recording: below the dead time, above the back wall, around the notch
 ACROSS_MM = 12.0
+RING_MM = 10.0  # half the width of the ring's image
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Problem:
         target: (batch, H, W).
         speed: the speed of sound to start from, in m/s.
         title: for reports.
+        extent: left, right, lower and upper edge of the images in mm.
     """
 
     xs: tuple[Tensor, Tensor]
@@ -38,6 +40,7 @@ class Problem:
     target: Tensor
     speed: float
     title: str
+    extent: tuple[float, float, float, float]
 
     @property
     def n(self) -> int:
@@ -46,7 +49,7 @@ class Problem:
 
     def first(self, n: int) -> Problem:
         """The same with only the first n elements."""
-        return Problem((self.xs[0][:n], self.xs[1][:n]), self.image, self.target, self.speed, self.title)
+        return replace(self, xs=(self.xs[0][:n], self.xs[1][:n]))
 
 
 def make_problem(config: Config) -> Problem:
@@ -71,9 +74,9 @@ def vessels(size: int, batch: int) -> Tensor:
 def ring_problem(config: Config) -> Problem:
     """A photoacoustic sinogram of the vessels, in water."""
     speed = 1500.0
-    ring = Ring.around(config.size, config.elements)
+    ring = Ring.around(config.size, config.elements, 2e-3 * RING_MM)
     target = vessels(config.size, config.batch)
-    used = slice(0, config.elements, config.decimation)
+    used = config.used(config.elements)
     sinogram = ring.record(target, torch.tensor(speed))[used]
     sinogram = sinogram / sinogram.std()
 
@@ -82,24 +85,31 @@ def ring_problem(config: Config) -> Problem:
         return ring.image(trace, sensor, c).reshape(-1, config.size, config.size)
 
     title = f"photoacoustic ring, {config.elements} sensors (simulated and reconstructed with the same physics)"
-    return Problem((sinogram, ring.sensors[used]), image, target, speed, title)
+    extent = (-RING_MM, RING_MM, RING_MM, -RING_MM)
+    return Problem((sinogram, ring.sensors[used]), image, target, speed, title, extent)
 
 
 def array_for(recording: Recording, size: int) -> Array:
-    """The pixels of the recording's images: `size` across and `size` along travel time."""
+    """The pixels of the recording's images: `size` across and `size` along travel time.
+
+    Raises:
+        InputError: nothing was recorded at some of these times.
+    """
     low, high = (2e-3 * z / recording.velocity for z in WINDOW_MM)
+    first, last = recording.start, recording.start + recording.dt * (recording.traces.shape[-1] - 1)
+    if first > low or last < high:
+        recorded, needed = (f"{1e6 * a:.2f} to {1e6 * b:.2f} us" for a, b in ((first, last), (low, high)))
+        raise InputError(f"the recording lasts from {recorded}, the image needs {needed}")
     travel, across = torch.meshgrid(
         torch.linspace(low, high, size), torch.linspace(-1e-3 * ACROSS_MM, 1e-3 * ACROSS_MM, size), indexing="ij"
     )
-    return Array(recording.elements, across.flatten(), travel.flatten(), recording.dt)
+    return Array(recording.elements, across.flatten(), travel.flatten(), recording.dt, recording.start)
 
 
 def recording_problem(config: Config, recording: Recording) -> Problem:
     """Few transmit events to the image from all of them."""
     n = len(recording.elements)
-    decimation = config.decimation if config.decimation > 1 else 4
-    if decimation > n // 2:
-        raise InputError(f"--decimation {decimation} leaves fewer than 2 of {n} transmit events")
+    used = config.used(n)
     array = array_for(recording, config.size)
     real = recording.traces[:, :1] / recording.traces.std()  # one image an event, from the real part
 
@@ -110,6 +120,6 @@ def recording_problem(config: Config, recording: Recording) -> Problem:
     speed = torch.tensor(recording.velocity)
     full = sum((image(speed, x) for x in zip(real, recording.elements, strict=True)), torch.zeros(()))
     target = F.normalize(full.flatten(1), dim=1).reshape(full.shape) * config.size
-    used = slice(0, n, decimation)
     title = f"recording, {len(range(n)[used])} of {n} transmit events"
-    return Problem((real[used], recording.elements[used]), image, target, recording.velocity, title)
+    extent = (-ACROSS_MM, ACROSS_MM, WINDOW_MM[1], WINDOW_MM[0])
+    return Problem((real[used], recording.elements[used]), image, target, recording.velocity, title, extent)

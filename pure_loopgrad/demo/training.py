@@ -18,6 +18,7 @@ from pure_loopgrad.demo.recording import Recording
 
 Report = Callable[[str, float], None]
 LEARNING_RATE = 4e-3
+CLOSE = 0.5  # m/s, when the search for the speed of sound ends
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,11 @@ class Focus:
     speeds: list[float]
     sharpness: list[float]
 
+    @property
+    def found(self) -> float:
+        """The speed of the sharpest image."""
+        return max(zip(self.sharpness, self.speeds, strict=True))[1]
+
 
 def log_sharpness(image: Tensor) -> Tensor:
     """The log of the integral of squared intensity (Muller and Buffington, J. Opt. Soc. Am. 64, 1974, S1)."""
@@ -69,11 +75,15 @@ def log_sharpness(image: Tensor) -> Tensor:
     return intensity.square().mean().log()
 
 
-def autofocus(recording: Recording, start: float, steps: int, size: int, report: Report, decimation: int = 2) -> Focus:
+def autofocus(recording: Recording, start: float, steps: int, size: int, report: Report, decimation: int = 1) -> Focus:
     """Maximises the sharpness of the image summed over all transmit events, over the speed of sound alone.
 
     The gradient goes through the whole transmit loop in the memory of one event. Steps are those of the secant method
-    on the derivative, which needs two gradients to know the curvature; the first is of fixed length.
+    on the derivative, which needs two gradients to know the curvature; the first is of fixed length. They end where
+    they are shorter than `CLOSE`, as there the curvature would be the quotient of two rounding errors.
+
+    The maximum lies somewhat below the true speed: a pulse's energy comes after its start, from which time is counted.
+    On the notch in aluminium of the arim project it is 6260 m/s; with the traces 0.08 us earlier it is 6320.
     """
     array = array_for(recording, size)
 
@@ -81,15 +91,18 @@ def autofocus(recording: Recording, start: float, steps: int, size: int, report:
         return array.image(x[0], x[1], c)
 
     f = plg.value_and_grad(event, lambda c, image: log_sharpness(image), reduce="sum", plan="two_pass")
-    xs = recording.traces[::decimation] / recording.traces.std(), recording.elements[::decimation]
+    traces = (recording.traces / recording.traces.std()).double()
+    xs = traces[::decimation], recording.elements[::decimation].double()
     focus, step, last = Focus([], []), 0.0, math.nan
     c = start
     for _ in range(steps):
-        value, slope = (t.item() for t in f(torch.tensor(c), xs))
+        value, slope = (t.item() for t in f(torch.tensor(c, dtype=torch.float64), xs))
         focus.speeds.append(c)
         focus.sharpness.append(value)
         report("speed of sound", c)
         step, last = _secant(slope, last, step), slope
+        if abs(step) < CLOSE:
+            break
         c += step
     return focus
 
