@@ -10,8 +10,10 @@ from pure_loopgrad._map import map as map  # the names of jax.lax, always used a
 from pure_loopgrad._map import mean as mean
 from pure_loopgrad._map import sum as sum
 from pure_loopgrad._module import from_module as from_module
+from pure_loopgrad._module import from_stateful_module as from_stateful_module
 from pure_loopgrad._run import Report as Report
 from pure_loopgrad._run import Run as Run
+from pure_loopgrad._run import debug_nonfinite as debug_nonfinite
 from pure_loopgrad._run import run as run
 from pure_loopgrad._scan import scan as scan
 from pure_loopgrad._version import __version__ as __version__

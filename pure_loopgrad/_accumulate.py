@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pure_loopgrad._body import Tensors, accumulation_dtype
+from pure_loopgrad._body import accumulation_dtype
+from pure_loopgrad._user import Tensors
 
 
 @dataclass

@@ -1,27 +1,32 @@
-"""The user's body as a function of flat tensors, and a chunk of iterations of it."""
+"""A chunk of iterations of the user's body, as one body of flat tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from pure_loopgrad import _tree
-from pure_loopgrad._capture import Watch, refuse_captured
-from pure_loopgrad._replay import Ambient, rng_devices
-from pure_loopgrad._shapes import Meta, Outline, run_on_fakes
-from pure_loopgrad.errors import ImpureBodyError, LoopGradError, LoopTypeError, LoopValueError, add_note
+from pure_loopgrad._shapes import Outline, run_on_fakes
+from pure_loopgrad._user import Tensors, UserBody
+from pure_loopgrad.errors import LoopGradError, LoopTypeError, LoopValueError, add_note
 
-Tensors: TypeAlias = Sequence[Tensor]
 Randomness = Literal["error", "different", "same"]
+VMAP_ADVICE = (
+    "with chunk_size > 1 the body runs under torch.vmap. If torch cannot batch it (writing in place into a fresh "
+    "tensor, .item(), control flow on data, an op without a batching rule), use chunk_size=1, or batched=True with a "
+    "body that takes a chunk itself"
+)
 
 
 class ChunkBody(Protocol):
     """consts and a chunk of xs -> what is summed over the chunk, what is stacked along it."""
+
+    @property
+    def what(self) -> str:
+        """What it computes, for messages."""
 
     @property
     def n_sums(self) -> int:
@@ -32,94 +37,18 @@ class ChunkBody(Protocol):
     def outline(self, consts: Tensors, xs: Tensors) -> Outline:
         """The shapes that the call would return, for xs of no iterations."""
 
-
-@dataclass
-class Trace:
-    """What the first pass of one call finds out; the later passes read it. Made by each call, kept by its graph."""
-
-    devices: tuple[torch.device, ...]
-    ambient: Ambient
-    grad_mode: bool
-    n: int  # iterations of the whole loop, for messages
-    outputs: _tree.Skeleton | None = None
-    shapes: list[Meta] = field(default_factory=list)  # of one iteration's outputs
-    draws: bool = False  # whether some iteration drew random numbers
-    settled: bool = False  # whether the ambient settings are in force around the pass that runs now
-    watching: bool = False  # whether captured tensors are looked for now
-    iterations: range = range(0)  # the chunk that runs now, for messages
-
-    @classmethod
-    def begin(cls, tensors: Tensors, n: int) -> Trace:
-        """A trace for a call that starts here and now."""
-        devices = rng_devices(tensors)
-        return cls(devices, Ambient.capture(devices), torch.is_grad_enabled(), n)
+    def labels(self) -> Labels:
+        """Names for messages; known once the body has run."""
 
 
-@dataclass(frozen=True, eq=False)
-class UserBody:
-    """`fn(params, x)` as a function of flat tensors; refuses outputs that differ from the first ones."""
+@dataclass(frozen=True)
+class Labels:
+    """A name for every input and output of a body."""
 
-    fn: Callable[..., Any]
-    args: tuple[_tree.Skeleton, ...]  # the skeletons of params and of one x (or of a chunk of them)
-    trace: Trace
-    leading: int = 0  # how many leading axes of the outputs may differ from call to call
-
-    def __call__(self, *tensors: Tensor) -> list[Tensor]:
-        trace = self.trace
-        settings = nullcontext() if trace.settled else trace.ambient.restored()
-        # the caller's grad mode, as in a plain loop; inputs are detached, so that this records nothing by itself
-        with settings, torch.set_grad_enabled(trace.grad_mode or torch.is_grad_enabled()):
-            out = self._watched(tensors) if trace.watching else self.fn(*self._arguments(tensors))
-            leaves, spec = _tree.numbers_to_tensors(out, tensors, "output")
-        self._compare_with_first(leaves, spec)
-        return leaves
-
-    def _watched(self, tensors: Tensors) -> Any:
-        with Watch(self.fn, tensors) as watch:
-            out = self.fn(*self._arguments(tensors))
-        refuse_captured(watch, tensors, _tree.split(out)[0])
-        return out
-
-    def _arguments(self, tensors: Tensors) -> list[Any]:
-        parts, start = [], 0
-        for skeleton in self.args:
-            parts.append(skeleton.fill(tensors[start : start + skeleton.n_tensors]))
-            start += skeleton.n_tensors
-        return parts
-
-    def _compare_with_first(self, leaves: list[Tensor], spec: _tree.TreeSpec) -> None:
-        trace = self.trace
-        found = [Meta(tuple(t.shape[self.leading :]), t.dtype, t.device) for t in leaves]
-        if trace.outputs is None:
-            trace.outputs, trace.shapes = _tree.Skeleton.of_tensors(spec), found
-        elif trace.outputs.spec != spec:
-            raise ImpureBodyError(
-                f"the body's output changed its structure in {where(trace)}: first {trace.outputs.spec}, "
-                f"now {spec}. {IMPURE}"
-            )
-        elif found != trace.shapes:
-            paths = trace.outputs.tensor_paths("output")
-            path, first, now = next((p, a, b) for p, a, b in zip(paths, trace.shapes, found, strict=True) if a != b)
-            raise ImpureBodyError(
-                f"{path} changed in {where(trace)}: first {_tree.describe(first)}, now {_tree.describe(now)}. {IMPURE}"
-            )
-
-
-IMPURE = (
-    "Every iteration, and every recomputation of it, must return the same structure, shapes and dtypes: look for a "
-    "side effect (a Python counter, a changed global) or an output whose shape depends on the data; pad the latter"
-)
-VMAP_ADVICE = (
-    "with chunk_size > 1 the body runs under torch.vmap. If torch cannot batch it (writing in place into a fresh "
-    "tensor, .item(), control flow on data, an op without a batching rule), use chunk_size=1, or batched=True with a "
-    "body that takes a chunk itself"
-)
-
-
-def where(trace: Trace) -> str:
-    """The iterations that run now, in words."""
-    it = trace.iterations
-    return f"iteration {it.start}" if len(it) == 1 else f"iterations {it.start} to {it.stop - 1}"
+    consts: list[str]
+    xs: list[str]
+    sums: list[str]
+    stacks: list[str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +60,7 @@ class Chunk:
     how: Literal["one", "vmap", "batched"]
     randomness: Randomness
     weighted: bool = False  # whether the last of xs holds a weight for each iteration
+    what: ClassVar[str] = "forward pass"
 
     @property
     def n_sums(self) -> int:
@@ -158,6 +88,12 @@ class Chunk:
             add_note(error, VMAP_ADVICE)
             raise
 
+    def labels(self) -> Labels:
+        inputs, outputs = self.body.input_paths(), self.body.output_paths()
+        n = self.body.args[0].n_tensors
+        xs = [*inputs[n:], *(["weights"] if self.weighted else [])]
+        return Labels(inputs[:n], xs, *([], outputs) if self.reduce == "stack" else (outputs, []))
+
     def outline(self, consts: Tensors, xs: Tensors) -> Outline:
         if self.body.trace.outputs is None:
             given = xs[:-1] if self.weighted else xs
@@ -180,9 +116,8 @@ class Chunk:
     def _checked(self, ys: list[Tensor], size: int) -> list[Tensor]:
         for i, y in enumerate(ys):
             if y.dim() == 0 or y.shape[0] != size:
-                assert self.body.trace.outputs is not None
                 raise LoopValueError(
-                    f"{self.body.trace.outputs.tensor_paths('output')[i]} of a batched body has "
+                    f"{self.body.output_paths()[i]} of a batched body has "
                     f"{_tree.describe(y)}, but a chunk of {size} iterations needs a leading axis of {size}"
                 )
         return ys
@@ -193,6 +128,7 @@ class Once:
     """One call as a loop of one iteration: everything is shared, every output is a sum of one term."""
 
     body: UserBody
+    what: ClassVar[str] = "forward pass"
 
     @property
     def n_sums(self) -> int:
@@ -203,6 +139,9 @@ class Once:
 
     def outline(self, consts: Tensors, xs: Tensors) -> Outline:
         return self.body.trace.shapes, []  # there is always the one iteration, so this is never asked first
+
+    def labels(self) -> Labels:
+        return Labels(self.body.input_paths(), [], self.body.output_paths(), [])
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

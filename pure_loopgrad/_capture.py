@@ -10,42 +10,76 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from pure_loopgrad import _tree
 from pure_loopgrad._levels import active_levels, is_wrapped, level_of
-from pure_loopgrad.errors import CapturedTensorError
-
-MAX_VISITED = 20_000  # a bound on the search for a name, so that a body that reaches the whole program stays cheap
+from pure_loopgrad._names import find_name
+from pure_loopgrad.errors import CapturedTensorError, ImpureBodyError
 
 
 class Watch(TorchFunctionMode):
     """Sees every tensor argument of every torch function, and notes those that were not given and not made inside."""
 
-    def __init__(self, body: Callable[..., Any], given: Sequence[Tensor], what: str = "body") -> None:
+    def __init__(
+        self, body: Callable[..., Any], given: Sequence[Tensor], replayed: Sequence[Any] = (), what: str = "body"
+    ) -> None:
         super().__init__()
         self.body = inspect.unwrap(body)
         self.what = what
+        self.replayed = (torch.default_generator, *replayed)
+        self.given = given
         self.known: dict[int, weakref.ref[Tensor]] = {}  # by id, for as long as the tensor lives
-        self.seen: list[Tensor] = []
+        self.seen: list[Tensor] = []  # strangers that need a gradient
+        self.constants: list[tuple[weakref.ref[Tensor], int]] = []  # the others, with their versions at first sight
         self._learn(given)
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        strangers = [t for t in _tensors((args, kwargs)) if not self._is_known(t) and _needs_gradient(t)]
-        for t in strangers:
-            if func.__name__ != "__get__" and is_wrapped(t) and self._is_from_outside(t):
-                raise captured_error(self, [t])
-        self.seen += strangers
+        if torch.compiler.is_compiling():  # else dynamo would trace what follows, fail, and never compile the body
+            return func(*args, **kwargs)
+        self._refuse_foreign_generator(kwargs.get("generator"))
+        for t in _tensors((args, kwargs)):
+            if not self._is_known(t):
+                self._meet(t, func)
         out = func(*args, **kwargs)
         self._learn(_tensors(out))
+        for t in _written(func, args, kwargs):
+            self._note_written(t)
         return out
+
+    def _meet(self, t: Tensor, func: Callable[..., Any]) -> None:
+        if not _needs_gradient(t):
+            self.constants.append((weakref.ref(t), version_of(t)))
+            self._learn([t])
+            return
+        if func.__name__ != "__get__" and is_wrapped(t) and self._is_from_outside(t):
+            raise captured_error(self, [t])
+        self.seen.append(t)
+
+    def _note_written(self, t: Tensor) -> None:
+        if any(t is g for g in self.given):
+            raise ImpureBodyError(
+                f"the {self.what} has batch_norm update an input ({_tree.describe(t)}) in place, which a recomputation "
+                f"would do again. Carry the running statistics with plg.scan, or use plg.from_module"
+            )
+        self.constants = [(ref, -1 if ref() is t else version) for ref, version in self.constants]
+
+    def _refuse_foreign_generator(self, generator: Any) -> None:
+        if generator is None or any(generator is g for g in self.replayed):
+            return
+        if (name := find_name(self.body, generator)) is not None:  # else the body has made it itself
+            raise ImpureBodyError(
+                f"the {self.what} draws from the generator {name}, which a recomputation would find moved on. Pass it "
+                f"in params, or have it replayed: plg.run(generators=({name},))"
+            )
 
     def _learn(self, tensors: Iterable[Tensor]) -> None:
         """Weakly: a watched iteration must not hold more memory than any other."""
@@ -107,77 +141,6 @@ def captured_error(watch: Watch, tensors: Sequence[Tensor]) -> CapturedTensorErr
     )
 
 
-def find_name(body: Callable[..., Any], wanted: Tensor) -> str | None:
-    """The expression by which the body reaches a tensor: `w`, `self.weight`, `net.conv1.weight`, `lists['a'][0]`."""
-    queue: list[tuple[str, Any]] = list(_callable_children("", body))
-    visited: set[int] = {id(body)}
-    while queue and len(visited) < MAX_VISITED:
-        name, value = queue.pop(0)
-        if value is wanted:
-            return name
-        if id(value) not in visited:
-            visited.add(id(value))
-            queue.extend(_children(name, value))
-    return None
-
-
-def _children(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What one can reach from a value in one step, with the expression that reaches it."""
-    if isinstance(value, torch.nn.Module):
-        yield from ((f"{name}.{n}", t) for n, t in [*value.named_parameters(), *value.named_buffers()])
-    elif isinstance(value, Mapping):
-        yield from ((f"{name}[{k!r}]", v) for k, v in value.items())
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from ((f"{name}[{i}]", v) for i, v in enumerate(value))
-    elif callable(value) and not isinstance(value, type):
-        yield from _callable_children(name, value)
-    if not isinstance(value, (Tensor, ModuleType, type, FunctionType)) and hasattr(value, "__dict__"):
-        yield from ((f"{name}.{k}", v) for k, v in vars(value).items())
-
-
-def _callable_children(name: str, fn: Any) -> Iterator[tuple[str, Any]]:
-    """Closure cells, defaults, globals, partial arguments, a bound self."""
-    if isinstance(fn, functools.partial):
-        yield from ((f"{name}partial argument {i}", v) for i, v in enumerate(fn.args))
-        yield from ((k, v) for k, v in fn.keywords.items())
-        yield (name, fn.func)
-    elif isinstance(fn, MethodType):
-        yield ("self", fn.__self__)
-        yield (name, fn.__func__)
-    elif isinstance(fn, FunctionType):
-        yield from _function_children(fn)
-    elif isinstance(fn, torch.nn.Module):
-        yield from _children(name or type(fn).__name__, fn)
-    else:
-        yield from _instance_children(name, fn)
-
-
-def _instance_children(name: str, obj: Any) -> Iterator[tuple[str, Any]]:
-    """A callable object: its attributes, what it wraps, and its `__call__`."""
-    yield from ((f"{name or 'self'}.{k}", v) for k, v in getattr(obj, "__dict__", {}).items())
-    call = vars(type(obj)).get("__call__")
-    if isinstance(call, FunctionType):
-        yield from _function_children(call)
-
-
-def _function_children(fn: FunctionType) -> Iterator[tuple[str, Any]]:
-    for variable, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        if cell != CellType():  # an empty one belongs to a variable that is not assigned yet
-            yield (variable, cell.cell_contents)
-    names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
-    yield from zip(reversed(names), reversed(fn.__defaults__ or ()), strict=False)
-    yield from (fn.__kwdefaults__ or {}).items()
-    yield from ((n, fn.__globals__[n]) for n in _global_names(fn.__code__) if n in fn.__globals__)
-
-
-def _global_names(code: CodeType) -> Iterator[str]:
-    """Global names that a function or one nested in it mentions."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _global_names(constant)
-
-
 def _tensors(value: Any) -> Iterator[Tensor]:
     """The tensors among a torch function's arguments, which are nested in plain containers only."""
     if isinstance(value, Tensor):
@@ -188,6 +151,34 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for v in value.values():
             yield from _tensors(v)
+
+
+def _written(func: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
+    """What batch_norm in train mode writes without counting it as a change."""
+    if func not in _STATISTICS:
+        return []
+    mean, var, training = _STATISTICS[func](*args, **kwargs)
+    return [t for t in (mean, var) if training and t is not None]
+
+
+_STATISTICS: dict[Any, Callable[..., tuple[Tensor | None, Tensor | None, bool]]] = {
+    F.batch_norm: lambda x, mean, var, weight=None, bias=None, training=False, *_, **__: (mean, var, training),
+    torch.batch_norm: lambda x, weight, bias, mean, var, training, *_, **__: (mean, var, training),
+}
+
+
+def unwatched() -> AbstractContextManager[None]:
+    """A block whose torch functions no mode sees: bookkeeping inside a body.
+
+    A private name of torch, which has no public one for it; tests/test_private_torch.py says so if it moves.
+    """
+    return torch._C.DisableTorchFunction()
+
+
+def version_of(t: Tensor) -> int:
+    """How often a tensor was changed in place; an inference tensor does not count."""
+    plain = torch.func.debug_unwrap(t)
+    return 0 if plain.is_inference() else plain._version
 
 
 def _needs_gradient(t: Tensor) -> bool:

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, cast
 
 from pure_loopgrad import _run, _tree
-from pure_loopgrad._body import Once, Trace, UserBody
+from pure_loopgrad._body import Once
+from pure_loopgrad._eager import eager
 from pure_loopgrad._loop import Loop
+from pure_loopgrad._trace import Trace, first_pass_checked
+from pure_loopgrad._user import UserBody
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,12 +46,14 @@ def checkpoint(fn: Callable[P, R]) -> Callable[P, R]:
     Source: Griewank and Walther, Evaluating Derivatives (2008), chapter 12, for trading time against memory.
     """
 
+    @eager
     @functools.wraps(fn)
     def rematerialised(*args: P.args, **kwargs: P.kwargs) -> R:
         tensors, skeleton = _tree.split((args, kwargs))
-        trace = Trace.begin(tensors, 1)
+        trace = Trace.begin(tensors, [skeleton], 1, _run.current(None))
         body = Once(UserBody(_Applied(fn), (skeleton,), trace))
-        sums, _ = Loop(body, 1, 1, len(tensors), trace, _run.current(None).check)(tensors, ())
+        with first_pass_checked(trace):
+            sums, _ = Loop(body, 1, 1, len(tensors), trace)(tensors, ())
         assert trace.outputs is not None
         return cast(R, trace.outputs.fill(sums))
 

@@ -14,14 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from pure_loopgrad._body import ChunkBody, Randomness, Tensors
+from pure_loopgrad._body import ChunkBody, Labels, Randomness
 from pure_loopgrad._levels import active_levels, is_recorded
 from pure_loopgrad._shapes import Meta, Outline
+from pure_loopgrad._user import Tensors
 
 T = TypeVar("T")
 Mask = tuple[bool, ...]
@@ -55,6 +56,7 @@ class VjpBody:
     wrt: Mask  # over consts, then xs
     sums: Mask
     stacks: Mask
+    what: ClassVar[str] = "vjp"
 
     @property
     def n_sums(self) -> int:
@@ -64,6 +66,15 @@ class VjpBody:
         inputs = [*consts[: self.n_consts], *xs[: self.n_xs]]
         grads = [Meta.of(t) for t in compress(inputs, self.wrt)]
         return grads[: self.n_sums], grads[self.n_sums :]
+
+    def labels(self) -> Labels:
+        base = self.base.labels()
+        sums, stacks = (
+            [f"the cotangent of {s}" for s in compress(names, mask)]
+            for names, mask in ((base.sums, self.sums), (base.stacks, self.stacks))
+        )
+        grads = [f"the gradient of {name}" for name in compress([*base.consts, *base.xs], self.wrt)]
+        return Labels([*base.consts, *sums], [*base.xs, *stacks], grads[: self.n_sums], grads[self.n_sums :])
 
     def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
         inputs = [*consts[: self.n_consts], *xs[: self.n_xs]]
@@ -94,6 +105,7 @@ class JvpBody:
     wrt: Mask
     sums: Mask
     stacks: Mask
+    what: ClassVar[str] = "jvp"
 
     @property
     def n_sums(self) -> int:
@@ -102,6 +114,19 @@ class JvpBody:
     def outline(self, consts: Tensors, xs: Tensors) -> Outline:
         sums, stacks = self.base.outline(consts[: self.n_consts], xs[: self.n_xs])
         return list(compress(sums, self.sums)), list(compress(stacks, self.stacks))
+
+    def labels(self) -> Labels:
+        base = self.base.labels()
+        consts, xs, sums, stacks = (
+            [f"the tangent of {name}" for name in compress(names, mask)]
+            for names, mask in (
+                (base.consts, self.wrt[: self.n_consts]),
+                (base.xs, self.wrt[self.n_consts :]),
+                (base.sums, self.sums),
+                (base.stacks, self.stacks),
+            )
+        )
+        return Labels([*base.consts, *consts], [*base.xs, *xs], sums, stacks)
 
     def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
         inputs = [*consts[: self.n_consts], *xs[: self.n_xs]]
@@ -128,6 +153,10 @@ class VmapBody:
     randomness: Randomness
 
     @property
+    def what(self) -> str:
+        return self.base.what
+
+    @property
     def n_sums(self) -> int:
         return self.base.n_sums
 
@@ -142,6 +171,9 @@ class VmapBody:
         one = [t if d is None else t.new_empty((*t.shape[:d], *t.shape[d + 1 :])) for t, d in inputs]
         sums, stacks = self.base.outline(one[: self.n_consts], one[self.n_consts :])
         return [m.with_axis(0, size) for m in sums], [m.with_axis(1, size) for m in stacks]
+
+    def labels(self) -> Labels:
+        return self.base.labels()
 
     def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
         def outputs(*inputs: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from pure_loopgrad import _run, _tree
 from pure_loopgrad._body import Randomness
 from pure_loopgrad._derived import Mask, put
+from pure_loopgrad._eager import eager
 from pure_loopgrad._levels import is_wrapped, without_graph
 from pure_loopgrad._loop import pull_back_loop
 from pure_loopgrad._loss import Gradients, Loss, pull_back_loss
@@ -29,6 +30,7 @@ Argnums: TypeAlias = "int | tuple[int, ...]"
 ONE_PASS_LIMIT = 2
 
 
+@eager
 def vjp(
     body: Body,
     params: PyTree,
@@ -77,6 +79,7 @@ def vjp(
     raw = prepared.run()
     ys = prepared.finish(raw)
 
+    @eager
     def pullback(dys: PyTree) -> tuple[PyTree, PyTree]:
         cotangents = prepared.raw_cotangents(raw, _cotangent_leaves(ys, dys))
         return prepared.gradient_trees(pull_back_loop(prepared.loop, prepared.inputs, wrt, cotangents))
@@ -145,6 +148,7 @@ def value_and_grad(
     which = _check_argnums(argnums)
     _check_plan(plan, reduce, loss)
 
+    @eager
     def value_and_gradient(params: PyTree, xs: PyTree) -> tuple[Tensor, PyTree]:
         prepared, wrt = _prepare_without_graph(body, params, xs, options, which)
         first = _first_pass(prepared, wrt, plan)

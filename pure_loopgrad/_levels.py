@@ -17,6 +17,16 @@ def is_wrapped(t: Tensor) -> bool:
     return torch.func.debug_unwrap(t) is not t
 
 
+def is_batched(t: Tensor) -> bool:
+    """Whether the tensor is one of a batch under torch.vmap, at whatever level."""
+    while not torch._C._functorch.is_batchedtensor(t):
+        inner = torch.func.debug_unwrap(t, recurse=False)
+        if inner is t:
+            return False
+        t = inner
+    return True
+
+
 def level_of(t: Tensor) -> int:
     """The level of the transform that wrapped the tensor; negative for a plain tensor."""
     return int(torch._C._functorch.maybe_get_level(t))

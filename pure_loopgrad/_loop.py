@@ -15,13 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pure_loopgrad import _tree
+from pure_loopgrad import _effects, _tree
 from pure_loopgrad._accumulate import Outputs, with_storage
-from pure_loopgrad._body import ChunkBody, Tensors, Trace, where
+from pure_loopgrad._body import ChunkBody
+from pure_loopgrad._capture import version_of
 from pure_loopgrad._derived import JvpBody, Mask, VjpBody, VmapBody, put, user_inputs_batched
-from pure_loopgrad._replay import RngTape
-from pure_loopgrad._run import Check
-from pure_loopgrad.errors import ImpureBodyError, LoopGradError, add_note
+from pure_loopgrad._eager import eager
+from pure_loopgrad._nonfinite import check_derivative, check_sums
+from pure_loopgrad._purity import refuse_changed_inputs
+from pure_loopgrad._rng import RngTape
+from pure_loopgrad._trace import Trace, where
+from pure_loopgrad._user import Tensors
+from pure_loopgrad.errors import LoopGradError, add_note
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,6 @@ class Loop:
     chunk_size: int
     n_consts: int
     trace: Trace
-    check: Check = "first"
     tape: RngTape = field(default_factory=RngTape)
     first_pass: bool = True  # else a later one, which replays what the first one saw
 
@@ -104,6 +108,7 @@ def pull_back_loop(loop: Loop, inputs: Tensors, wrt: Mask, cotangents: Sequence[
     )
 
 
+@eager
 def _derive(
     kind: type[VjpBody] | type[JvpBody], loop: Loop, inputs: Tensors, wrt: Mask, outs: Mask, extra: Tensors
 ) -> tuple[Tensor, ...]:
@@ -116,6 +121,7 @@ def _derive(
     return (*sums, *stacks)
 
 
+@eager
 def _run(loop: Loop, consts: Tensors, xs: Tensors) -> tuple[list[Tensor], list[Tensor]]:
     """The loop itself, on plain tensors: one chunk after the other, each freed before the next one starts."""
     loop.trace.settled = loop.trace.ambient.in_force()
@@ -123,16 +129,43 @@ def _run(loop: Loop, consts: Tensors, xs: Tensors) -> tuple[list[Tensor], list[T
         outlines = loop.body.outline(consts, xs)
         return [m.zeros() for m in outlines[0]], [m.zeros() for m in outlines[1]]
     outputs = Outputs(loop.n)
-    versions = [_version(t) for t in (*consts, *xs)]
-    with (loop.tape.recording if loop.first_pass else loop.tape.replaying)(loop.trace.devices) as rng:
+    versions = [version_of(t) for t in (*consts, *xs)]
+    random_numbers = loop.tape.recording if loop.first_pass else loop.tape.replaying
+    with _effects.running(loop.trace, recomputation=not loop.first_pass), random_numbers(loop.trace.sources) as rng:
         for i, iterations in enumerate(chunks(loop.n, loop.chunk_size)):
             loop.trace.iterations = iterations
             rng.start(i)
-            outputs.add(iterations, *_run_chunk(loop, i, consts, xs))
+            found = _run_chunk(loop, consts, xs)
+            outputs.add(iterations, *found)
+            if loop.trace.debug_nonfinite:
+                _refuse_nonfinite(loop, consts, xs, found, outputs)
             rng.finish(i)
     loop.trace.draws = loop.trace.draws or bool(loop.tape.states)
-    _refuse_changed(versions, (*consts, *xs))
+    refuse_changed_inputs(versions, (*consts, *xs))
     return outputs.finish((*consts, *xs))
+
+
+def _refuse_nonfinite(
+    loop: Loop, consts: Tensors, xs: Tensors, found: tuple[Tensors, Tensors], outputs: Outputs
+) -> None:
+    """Of the chunk that has just run. What the user's body returns has been looked at already."""
+    labels, iterations = loop.body.labels(), loop.trace.iterations
+    names = [*labels.consts, *labels.xs]
+
+    def rerun(i: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+        loop.trace.check = "off"  # the values of a smaller chunk are other values; an error follows anyway
+        loop.trace.iterations = iterations[i : i + 1]
+        one = [x.narrow(0, iterations[i], 1) for x in xs]
+        sums, stacks = loop.body(consts, one)
+        return [*sums, *stacks], dict(zip(names, [*consts, *(x[0] for x in one)], strict=True))
+
+    if loop.body.what != "forward pass":
+        named = list(zip([*labels.sums, *labels.stacks], [*found[0], *found[1]], strict=True))
+        inputs = dict(zip(names, [*consts, *(x[iterations.start : iterations.stop] for x in xs)], strict=True))
+        phase = "forward mode" if loop.body.what == "jvp" else "backward"
+        check_derivative(iterations, phase, named, rerun, inputs)
+    totals = [s.value() for s in outputs.sums]
+    check_sums(iterations[-1], list(zip(labels.sums, totals, strict=True)))
 
 
 def chunks(n: int, size: int) -> Iterator[range]:
@@ -140,29 +173,12 @@ def chunks(n: int, size: int) -> Iterator[range]:
     return (range(start, min(start + size, n)) for start in range(0, n, size))
 
 
-def _run_chunk(loop: Loop, i: int, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
-    trace, it = loop.trace, loop.trace.iterations
-    trace.watching = loop.first_pass and trace.grad_mode and (loop.check == "all" or (loop.check == "first" and i == 0))
+def _run_chunk(loop: Loop, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
+    it = loop.trace.iterations
     try:
         return loop.body(consts, [x.narrow(0, it.start, len(it)) for x in xs])
     except LoopGradError:
         raise
     except Exception as error:
-        add_note(error, f"in {where(trace)} of a loop of {trace.n}, chunk_size={loop.chunk_size}")
+        add_note(error, f"in the {loop.body.what} of {where(loop.trace)}, chunk_size={loop.chunk_size}")
         raise
-    finally:
-        trace.watching = False
-
-
-def _version(t: Tensor) -> int:
-    return 0 if t.is_inference() else t._version  # an inference tensor counts no changes
-
-
-def _refuse_changed(versions: list[int], inputs: Tensors) -> None:
-    """Raises if the body wrote into an input: the next pass would start from something else."""
-    changed = [t for before, t in zip(versions, inputs, strict=True) if _version(t) != before]
-    if changed:
-        raise ImpureBodyError(
-            f"the body changed an input in place ({', '.join(map(_tree.describe, changed))}), which a recomputation "
-            f"would see changed. Work on a copy: x.clone()"
-        )

@@ -65,7 +65,7 @@ def _value_and_grads(fn: Callable[..., tuple[Tensor]], primals: list[Tensor]) ->
 
 def _watched(loss: Loss, args: tuple[Any, Any], given: Sequence[Tensor], prepared: Prepared) -> Tensor:
     """The loss's value; a loss that reads a parameter of its own is refused like a body that does."""
-    if prepared.loop.check == "off":
+    if prepared.loop.trace.check == "off":
         return _scalar(loss(*args), "the loss")
     with Watch(loss, given, what="loss") as watch:
         value = _scalar(loss(*args), "the loss")

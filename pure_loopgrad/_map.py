@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pure_loopgrad._body import Randomness
+from pure_loopgrad._eager import eager
 from pure_loopgrad._reduce import Body, Options, Weights, prepare
 from pure_loopgrad._run import Run
 from pure_loopgrad._tree import PyTree
 
 
+@eager
 def map(
     body: Body,
     params: PyTree,
@@ -57,6 +59,7 @@ def map(
     return _reduced(body, params, xs, Options("stack", None, chunk_size, batched, randomness, run))
 
 
+@eager
 def sum(
     body: Body,
     params: PyTree,
@@ -95,6 +98,7 @@ def sum(
     return _reduced(body, params, xs, Options("sum", None, chunk_size, batched, randomness, run))
 
 
+@eager
 def mean(
     body: Body,
     params: PyTree,

@@ -10,14 +10,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from math import prod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from pure_loopgrad import _tree
-from pure_loopgrad._body import Chunk, Tensors, accumulation_dtype
+from pure_loopgrad._body import Chunk, Labels, accumulation_dtype
 from pure_loopgrad._derived import Mask, Pullback, linearise, put, zeros_for_none
 from pure_loopgrad._shapes import Meta, Outline
+from pure_loopgrad._user import Tensors
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class OnePassBody:
     n_consts: int
     wrt: Mask  # over consts, then xs
     limit: int
+    what: ClassVar[str] = "forward pass and vjp"
 
     @property
     def n_sums(self) -> int:
@@ -74,6 +77,12 @@ class OnePassBody:
         wide = [Meta.of(t)._replace(dtype=accumulation_dtype(t.dtype)) for t in compress([*consts, *xs], self.wrt)]
         n, k = sum(self.wrt[: self.n_consts]), self.n_numbers
         return [*sums, *(m.with_axis(0, k) for m in wide[:n])], [m.with_axis(1, k) for m in wide[n:]]
+
+    def labels(self) -> Labels:
+        base = self.base.labels()
+        grads = [f"the gradient of {name}" for name in compress([*base.consts, *base.xs], self.wrt)]
+        n = sum(self.wrt[: self.n_consts])
+        return Labels(base.consts, base.xs, [*base.sums, *grads[:n]], grads[n:])
 
     def _rows(self, pullback: Pullback, sums: Sequence[Tensor]) -> Iterator[Sequence[Tensor | None]]:
         """One pullback for each number, from a cotangent of one there and zero elsewhere."""

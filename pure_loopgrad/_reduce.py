@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from pure_loopgrad import _run, _tree
-from pure_loopgrad._body import Chunk, Randomness, Trace, UserBody, check_chunk_size
+from pure_loopgrad._body import Chunk, Randomness, check_chunk_size
 from pure_loopgrad._levels import is_wrapped
 from pure_loopgrad._loop import Loop
+from pure_loopgrad._trace import Trace, first_pass_checked
 from pure_loopgrad._tree import PyTree
+from pure_loopgrad._user import UserBody
 from pure_loopgrad.errors import LoopTypeError, LoopValueError
 
 Body: TypeAlias = Callable[[Any, Any], Any]
@@ -60,7 +62,8 @@ class Prepared:
 
     def run(self) -> list[Tensor]:
         """The raw outputs: wide sums, or stacks."""
-        sums, stacks = self.loop(self.consts, self.xs)
+        with first_pass_checked(self.loop.trace):
+            sums, stacks = self.loop(self.consts, self.xs)
         return [*sums, *stacks]
 
     def finish(self, raw: Sequence[Tensor]) -> PyTree:
@@ -104,11 +107,11 @@ def prepare(body: Body, params: PyTree, xs: PyTree, options: Options) -> Prepare
         x_tensors, total = _weighed(x_tensors, n, options.weights)
         n = x_tensors[0].shape[0]
     chunk_size = check_chunk_size(options.chunk_size, n)
-    trace = Trace.begin([*consts, *x_tensors], n)
+    trace = Trace.begin([*consts, *x_tensors], (params_skeleton, x_skeleton), n, _run.current(options.run))
     user = UserBody(body, (params_skeleton, x_skeleton), trace, leading=int(options.batched))
     how: Literal["one", "vmap", "batched"] = "batched" if options.batched else "one" if chunk_size == 1 else "vmap"
     chunk = Chunk(user, "stack" if options.reduce == "stack" else "sum", how, options.randomness, weighted)
-    loop = Loop(chunk, n, chunk_size, len(consts), trace, _run.current(options.run).check)
+    loop = Loop(chunk, n, chunk_size, len(consts), trace)
     return Prepared(loop, consts, x_tensors, params_skeleton, x_skeleton, chunk, options.reduce, total)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pure_loopgrad._offload import Offload, check_offload
+from pure_loopgrad._rng import source_of
 from pure_loopgrad.errors import LoopValueError
 
 Check = Literal["off", "first", "all"]
@@ -28,14 +29,19 @@ class Run:
     """Options that change how a loop is computed, never what.
 
     Attributes:
-        check: which iterations are watched for tensors that the body reads without being given them:
-            `"first"` (the first chunk of each call), `"all"`, or `"off"`. A watched iteration costs some 25 us more
-            for a small body and 150 us for a CNN of five layers.
+        check: which iterations are checked, `"first"` (the first chunk of each call), `"all"`, or `"off"`. Checked
+            is that the body reads no tensor that needs a gradient and was not given to it, changes nothing in place,
+            draws from no generator that is not replayed, and returns the same values in each recomputation. Structure,
+            shapes and dtypes are compared always.
         report: called with a `Report` by `value_and_grad`, once a call.
         offload: where `scan`, `fori_loop` and `while_loop` keep carries during a backward: None beside everything else,
             `"cpu"` in CPU memory while the loop runs on another device, or a folder for files that are deleted as they
             are used. The loop is then run forward once more, since nothing is kept before the backward starts.
             Derivatives of higher order keep their carries in memory.
+        generators: random generators beyond the default ones of torch to be replayed in recomputations: a
+            torch.Generator (those in params and xs are replayed anyway), a numpy Generator or RandomState, a
+            random.Random, or the modules `random` and `numpy.random` for their global ones.
+        nonfinite: see `debug_nonfinite`.
 
     Example:
         >>> import torch, pure_loopgrad as plg
@@ -50,11 +56,17 @@ class Run:
     check: Check = "first"
     report: Callable[[Report], None] | None = None
     offload: Offload = None
+    generators: tuple[Any, ...] = ()
+    nonfinite: Literal["ignore", "raise"] = "ignore"
 
     def __post_init__(self) -> None:
         if self.check not in ("off", "first", "all"):
             raise LoopValueError(f"check={self.check!r}: expected 'off', 'first' or 'all'")
+        if self.nonfinite not in ("ignore", "raise"):
+            raise LoopValueError(f"nonfinite={self.nonfinite!r}: expected 'ignore' or 'raise'")
         check_offload(self.offload)
+        for generator in self.generators:
+            source_of(generator)
 
 
 _current: ContextVar[Run] = ContextVar("pure_loopgrad_run", default=Run())  # noqa: B039  # it is frozen
@@ -91,3 +103,31 @@ def run(**options: Any) -> Iterator[Run]:
         yield record
     finally:
         _current.reset(token)
+
+
+@contextmanager
+def debug_nonfinite() -> Iterator[None]:
+    """Raises at the first value that is not finite, in every loop that is called inside a block.
+
+    The outputs of each iteration are looked at, its derivatives, and the sums over iterations; also in a backward that
+    follows after the block.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        NonFiniteError: its `record` names the iteration (inside a chunk, too), the phase, the leaf, how many entries
+            are NaN and infinite, and holds the inputs that reproduce it; `record.save(path)` writes them.
+
+    Time: one look at each output and derivative; nothing outside of the block.
+
+    Example:
+        >>> import torch, pure_loopgrad as plg
+        >>> with plg.debug_nonfinite():
+        ...     plg.map(lambda p, x: torch.log(x), None, torch.tensor([1.0, 0.0]))
+        Traceback (most recent call last):
+        ...
+        pure_loopgrad.errors.NonFiniteError: output has 0 NaN and 1 inf in iteration 1 (forward); ...
+    """
+    with run(nonfinite="raise"):
+        yield

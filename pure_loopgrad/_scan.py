@@ -9,18 +9,21 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from pure_loopgrad import _run, _tree
-from pure_loopgrad._body import Trace, UserBody
+from pure_loopgrad import _effects, _run, _tree
+from pure_loopgrad._eager import eager
 from pure_loopgrad._loop import Loop
 from pure_loopgrad._schedule import Plan, check_plan
 from pure_loopgrad._segment import Segment
 from pure_loopgrad._shapes import run_on_fakes
+from pure_loopgrad._trace import Trace, first_pass_checked
 from pure_loopgrad._tree import PyTree
+from pure_loopgrad._user import UserBody
 from pure_loopgrad.errors import LoopTypeError, LoopValueError
 
 CarryBody: TypeAlias = Callable[[Any, Any, Any], "tuple[Any, Any]"]
 
 
+@eager
 def scan(
     body: CarryBody,
     params: PyTree,
@@ -95,8 +98,9 @@ def scan(
     carry, carry_spec = _tree.numbers_to_tensors(init, [*consts, *x_tensors], "init")
     n = _steps(x_tensors, x_skeleton, length)
     everything = [*consts, *carry, *x_tensors]
-    trace = Trace.begin(everything, n)
     skeletons = (params_skeleton, _tree.Skeleton.of_tensors(carry_spec), x_skeleton)
+    record = _run.current(run)
+    trace = Trace.begin(everything, skeletons, n, record)
     step = UserBody(_Step(body, carry, carry_spec, trace, window), skeletons, trace)
     if n == 0:
         run_on_fakes(step, [*consts, *carry], x_tensors)
@@ -104,15 +108,11 @@ def scan(
         outs = [*carry, *ys]
     else:
         trace.settled = True  # what runs outside of the primitive runs here and now
-        record = _run.current(run)
-        segment = Segment(step, len(consts), len(carry), 0, n, plan, reverse, record.check, record.offload)
+        segment = Segment(step, len(consts), len(carry), 0, n, plan, reverse, record.offload)
         # with offload, as one loop of the primitive, which keeps nothing before the backward starts
-        whole = segment if record.offload is None else Loop(segment, 1, 1, len(everything), trace, record.check)
-        trace.watching = trace.grad_mode and record.check != "off"  # the first step, if it runs right here
-        try:
+        whole = segment if record.offload is None else Loop(segment, 1, 1, len(everything), trace)
+        with first_pass_checked(trace), _effects.running(trace, recomputation=False):
             outs = [*whole(everything, ())[0]]
-        finally:
-            trace.watching = False
     assert trace.outputs is not None
     last, stacked = trace.outputs.fill(outs)
     return last, stacked

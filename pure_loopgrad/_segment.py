@@ -12,22 +12,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from pure_loopgrad import _tree
 from pure_loopgrad._accumulate import Stack, Sum
-from pure_loopgrad._body import Tensors, UserBody
+from pure_loopgrad._body import Labels
 from pure_loopgrad._derived import Mask, linearise, put, zeros_for_none
 from pure_loopgrad._levels import active_levels, is_recorded
 from pure_loopgrad._loop import Loop
+from pure_loopgrad._nonfinite import check_derivative
 from pure_loopgrad._offload import Offload, Store, opened
-from pure_loopgrad._replay import RngState, rng_state, set_rng_state
-from pure_loopgrad._run import Check
+from pure_loopgrad._rng import State
 from pure_loopgrad._schedule import Part, Plan, enough_carries, spine
 from pure_loopgrad._shapes import Outline
+from pure_loopgrad._user import Tensors, UserBody
 
 DEEPEST = 12  # parts recorded inside each other, at most: each costs some twenty frames of Python's stack
 
@@ -40,7 +41,7 @@ class Kept:
     length: int
     plan: Plan
     carry: Any  # as the store holds it
-    rng: RngState
+    rng: State | None  # where the body draws
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +55,8 @@ class Segment:
     length: int
     plan: Plan
     reverse: bool
-    check: Check
     offload: Offload = None
+    what: ClassVar[str] = "forward pass"
 
     @property
     def n_sums(self) -> int:
@@ -64,6 +65,9 @@ class Segment:
     def outline(self, consts: Tensors, xs: Tensors) -> Outline:
         """Never asked: a loop over a segment has one iteration."""
         raise AssertionError("a segment has at least one step")
+
+    def labels(self) -> Labels:
+        return Labels(self.step.input_paths(), [], self.step.output_paths(), [])
 
     def __call__(self, consts: Tensors, xs: Tensors = ()) -> tuple[list[Tensor], list[Tensor]]:
         if is_recorded(consts):
@@ -81,9 +85,7 @@ class Segment:
     def _run_step(self, i: int, params: Tensors, carry: Tensors, xs: Tensors) -> list[Tensor]:
         trace = self.step.trace
         trace.iterations = range(self.start + i, self.start + i + 1)
-        outs = self.step(*params, *carry, *(x.select(0, self._at(i)) for x in xs))
-        trace.watching = trace.watching and self.check == "all"
-        return outs
+        return self.step(*params, *carry, *(x.select(0, self._at(i)) for x in xs))
 
     def _streamed(self, params: list[Tensor], carry: list[Tensor], xs: list[Tensor]) -> list[Tensor]:
         ys: list[Stack] = []
@@ -121,8 +123,7 @@ class Segment:
         part = replace(self, start=self.start + start, length=size, plan=plan)
         if last:  # its backward follows at once, so it is recorded as it is
             return part._one_step(consts)
-        check = self.check if self.start + start == 0 or self.check == "all" else "off"
-        outs, _ = Loop(part, 1, 1, len(consts), self.step.trace, check)(consts, ())
+        outs, _ = Loop(part, 1, 1, len(consts), self.step.trace)(consts, ())
         return list(outs)
 
     def _one_step(self, consts: list[Tensor]) -> list[Tensor]:
@@ -138,7 +139,8 @@ class Segment:
             while stack:
                 kept = stack.pop()
                 carry = store.take(kept.carry)
-                set_rng_state(kept.rng)
+                if kept.rng is not None:
+                    self.step.trace.sources.restore(kept.rng)
                 if kept.length == 1:
                     backward.step(kept.start, carry)
                 else:
@@ -156,9 +158,9 @@ class Segment:
                 carry = self._run_step(i, params, carry, xs)[: self.n_carry]
             start += size
 
-    def _rng(self) -> RngState:
+    def _rng(self) -> State | None:
         trace = self.step.trace
-        return rng_state(trace.devices) if trace.draws else {}
+        return trace.sources.state() if trace.draws else None
 
 
 class _Backward:
@@ -202,12 +204,23 @@ class _Backward:
         if not primals or not any(wanted):
             return
         _, pullback, _ = linearise(outputs, primals)
-        grads = iter(zeros_for_none(pullback([d for d in given if d is not None], True), primals))
+        every = zeros_for_none(pullback([d for d in given if d is not None], True), primals)
+        if segment.step.trace.debug_nonfinite:
+            self._check_finite(mask, every, inputs, given)
+        grads = iter(every)
         for total in self.dparams:
             total.add(next(grads))
         self.dcarry = [next(grads) if f else None for f in self.floats]
         for stack in self.dxs:
             stack.add(range(at, at + 1), next(grads).unsqueeze(0))
+
+    def _check_finite(self, mask: Mask, grads: list[Tensor], inputs: Tensors, given: list[Tensor | None]) -> None:
+        step = self.segment.step
+        paths, outputs = step.input_paths(), step.output_paths()
+        found = [(f"the gradient of {p}", g) for p, g in zip(compress(paths, mask), grads, strict=True)]
+        cotangents = {f"the cotangent of {p}": d for p, d in zip(outputs, given, strict=True) if d is not None}
+        known = {**dict(zip(paths, inputs, strict=True)), **cotangents}
+        check_derivative(step.trace.iterations, "backward", found, None, known)
 
     def gradients(self) -> list[Tensor]:
         """One for each marked input."""

@@ -10,8 +10,9 @@ from torch import Tensor
 
 # torch has no public way to run a function on tensors that have a device but no data; the meta device is public, but a
 # body that makes a CPU tensor of its own then mixes devices. tests/test_private_torch.py says so if this moves.
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from pure_loopgrad import _effects
 from pure_loopgrad._tree import describe
 from pure_loopgrad.errors import LoopGradError, ShapeInferenceError
 
@@ -38,6 +39,12 @@ class Meta(NamedTuple):
 Outline = tuple[list[Meta], list[Meta]]  # of the sums and of the stacks; of the latter with the iterations first
 
 
+def is_fake(t: Tensor) -> bool:
+    """Whether a tensor has no values."""
+    plain = torch.func.debug_unwrap(t)
+    return plain.is_meta or isinstance(plain, FakeTensor)
+
+
 def run_on_fakes(body: Callable[..., Any], shared: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
     """Calls a body with fake tensors: the shared ones, and one of shape `x.shape[1:]` for each of xs.
 
@@ -45,7 +52,7 @@ def run_on_fakes(body: Callable[..., Any], shared: Sequence[Tensor], xs: Sequenc
         ShapeInferenceError: the body cannot run without data.
     """
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with _effects.rehearsal(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fakes = [mode.from_tensor(t) for t in shared]
             body(*fakes, *(mode.from_tensor(x).new_empty(x.shape[1:]) for x in xs))
     except LoopGradError:

@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pure_loopgrad import _run, _tree
+from pure_loopgrad import _effects, _run, _tree
+from pure_loopgrad._eager import eager
 from pure_loopgrad._levels import is_recorded
-from pure_loopgrad._replay import rng_devices, rng_state, set_rng_state
+from pure_loopgrad._rng import Sources, is_generator
 from pure_loopgrad._scan import scan
 from pure_loopgrad._schedule import Plan, check_plan
 from pure_loopgrad._tree import PyTree
 from pure_loopgrad.errors import LoopTypeError, LoopValueError
 
 
+@eager
 def fori_loop(
     lower: int,
     upper: int,
@@ -72,6 +74,7 @@ class _IndexFirst:
         return self.body(params, i, carry), None
 
 
+@eager
 def while_loop(
     cond: Callable[[Any, Any], Any],
     body: Callable[[Any, Any], Any],
@@ -118,14 +121,16 @@ def while_loop(
     check_plan(checkpoints)
     if max_steps is not None and (isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 0):
         raise LoopValueError(f"max_steps={max_steps!r}: expected a number of steps, at least 0, or None")
-    tensors, _ = _tree.split((params, init))
+    tensors, skeleton = _tree.split((params, init))
     if not is_recorded(tensors):
         return _run_while(cond, body, params, init, max_steps)[0]
-    devices = rng_devices(tensors)
-    state = rng_state(devices)
-    with torch.no_grad():
-        _, n = _run_while(cond, body, params, init, max_steps)
-    set_rng_state(state)  # the second run draws what the first one drew
+    sources = Sources.of(tensors, [*filter(is_generator, skeleton.static), *_run.current(run).generators])
+    state = sources.state()
+    try:
+        with torch.no_grad(), _effects.rehearsal():
+            _, n = _run_while(cond, body, params, init, max_steps)
+    finally:
+        sources.restore(state)  # the second run draws what the first one drew
     carry, _ = scan(_CarryOnly(body), params, init, None, length=n, checkpoints=checkpoints, run=run)
     return carry
 

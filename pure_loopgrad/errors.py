@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pure_loopgrad._nonfinite import NonFinite
+
 __all__ = [
     "CapturedTensorError",
     "ImpureBodyError",
     "LoopGradError",
     "LoopTypeError",
     "LoopValueError",
+    "NonFiniteError",
     "OffloadError",
     "ShapeInferenceError",
 ]
@@ -31,6 +37,18 @@ class CapturedTensorError(LoopValueError):
 
 class ImpureBodyError(LoopValueError):
     """The body did something else the second time, or changed one of its inputs in place."""
+
+
+class NonFiniteError(LoopGradError, FloatingPointError):
+    """A value became NaN or infinite under `plg.debug_nonfinite()`.
+
+    Attributes:
+        record: where, and from what; `record.save(path)` writes it with the inputs that reproduce it.
+    """
+
+    def __init__(self, record: NonFinite) -> None:
+        super().__init__(f"{record}. The record of this exception holds the inputs")
+        self.record = record
 
 
 class ShapeInferenceError(LoopValueError):

@@ -163,9 +163,7 @@ def test_an_error_in_the_body_passes_with_its_iteration():
     before = torch.get_rng_state()
     with pytest.raises(KeyError, match="mine") as caught:
         plg.map(body, W, torch.arange(7))
-    assert any(
-        "iteration 4 of a loop of 7" in n for n in getattr(caught.value, "__notes__", ["iteration 4 of a loop of 7"])
-    )
+    assert any("iteration 4 of 7" in n for n in getattr(caught.value, "__notes__", ["iteration 4 of 7"]))
     assert torch.equal(torch.get_rng_state(), before)
 
 

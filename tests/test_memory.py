@@ -157,8 +157,9 @@ def test_training_steps_keep_nothing():
 
 
 def test_a_watched_iteration_holds_no_more_than_any_other():
-    """The look-out for captured tensors refers to what the body makes, but does not keep it."""
+    """The look-out for captured tensors refers to what the body makes, but does not keep it; the digest of
+    its output holds a sample of 256 entries."""
     W, xs = setup(4)
     runs = plg.Run(check="off"), plg.Run(check="first")
     peaks = [peak_bytes(functools.partial(plg.sum, deep, W, xs, run=run)) for run in runs]
-    assert peaks[1] <= 1.05 * peaks[0]
+    assert peaks[1] <= 1.05 * peaks[0] + 2 * 256 * 8

@@ -1,0 +1,111 @@
+"""Side effects that are allowed, because they are done once: a module's buffers, updated by the first pass alone.
+
+Every run of a loop is a pass, the first one or a recomputation, and passes nest where loops do. A call that changes
+buffers asks here what they held when the first pass came by, and whether its changes count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+from torch import Tensor
+
+from pure_loopgrad.errors import ImpureBodyError
+
+Snapshot: TypeAlias = dict[str, Tensor]
+
+
+@dataclass
+class Effects:
+    """What stateful calls found in the first pass, for each iteration in the order of the calls."""
+
+    found: dict[int, list[Snapshot]] = field(default_factory=dict)
+    cursor: int = 0  # how many calls of this iteration were already replayed
+
+
+class HasEffects(Protocol):
+    """The trace of a call, as far as this module needs it."""
+
+    iterations: range
+    effects: Effects
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One run of one loop."""
+
+    trace: HasEffects
+    recomputing: bool
+
+    def record(self, snapshot: Snapshot) -> None:
+        """Notes what a call of the iteration that runs now found."""
+        self.trace.effects.found.setdefault(self.trace.iterations.start, []).append(snapshot)
+
+    def next(self) -> Snapshot:
+        """What the call found in the first pass."""
+        effects = self.trace.effects
+        found = effects.found.get(self.trace.iterations.start, [])
+        if effects.cursor >= len(found):
+            raise ImpureBodyError(
+                f"iteration {self.trace.iterations.start} calls a module more often than in the first pass "
+                f"({len(found)}); look for a side effect that decides about the call"
+            )
+        effects.cursor += 1
+        return found[effects.cursor - 1]
+
+
+_passes: ContextVar[tuple[Pass, ...]] = ContextVar("pure_loopgrad_passes", default=())
+_rehearsal: ContextVar[dict[Hashable, Snapshot] | None] = ContextVar("pure_loopgrad_rehearsal", default=None)
+
+
+def recomputing() -> bool:
+    """Whether the body that runs now repeats what a first pass has done."""
+    return any(p.recomputing for p in _passes.get())
+
+
+@contextmanager
+def running(trace: HasEffects, *, recomputation: bool) -> Iterator[None]:
+    """Runs a block as a pass of a loop."""
+    token = _passes.set((*_passes.get(), Pass(trace, recomputation)))
+    try:
+        yield
+    finally:
+        _passes.reset(token)
+
+
+@contextmanager
+def rehearsal() -> Iterator[None]:
+    """Runs a block whose effects are seen inside it and nowhere else: a run that only counts steps or finds shapes."""
+    token = _rehearsal.set({})
+    try:
+        yield
+    finally:
+        _rehearsal.reset(token)
+
+
+def begin(key: Hashable, current: Callable[[], Snapshot]) -> tuple[Snapshot, bool]:
+    """What a stateful call starts from, and whether its changes count.
+
+    Args:
+        key: who calls.
+        current: reads the present state.
+    """
+    passes, rehearsed = _passes.get(), _rehearsal.get()
+    if rehearsed is not None:
+        return rehearsed.get(key) or current(), False
+    replayed = next((i for i, p in reversed(list(enumerate(passes))) if p.recomputing), None)
+    snapshot = current() if replayed is None else passes[replayed].next()
+    for p in passes[0 if replayed is None else replayed + 1 :]:  # loops that started inside: this is their first pass
+        p.record(snapshot)
+    return snapshot, replayed is None
+
+
+def rehearse(key: Hashable, snapshot: Snapshot) -> None:
+    """Leaves a state for the next call by the same caller, where nothing counts."""
+    rehearsed = _rehearsal.get()
+    if rehearsed is not None:
+        rehearsed[key] = snapshot

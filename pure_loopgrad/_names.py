@@ -1,0 +1,84 @@
+"""The expression by which a body reaches a tensor or a generator that it was not given, for messages."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_VISITED = 20_000  # a bound on the search for a name, so that a body that reaches the whole program stays cheap
+
+
+def find_name(body: Callable[..., Any], wanted: Tensor) -> str | None:
+    """The expression by which the body reaches a tensor: `w`, `self.weight`, `net.conv1.weight`, `lists['a'][0]`."""
+    queue: list[tuple[str, Any]] = list(_callable_children("", body))
+    visited: set[int] = {id(body)}
+    while queue and len(visited) < MAX_VISITED:
+        name, value = queue.pop(0)
+        if value is wanted:
+            return name
+        if id(value) not in visited:
+            visited.add(id(value))
+            queue.extend(_children(name, value))
+    return None
+
+
+def _children(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What one can reach from a value in one step, with the expression that reaches it."""
+    if isinstance(value, torch.nn.Module):
+        yield from ((f"{name}.{n}", t) for n, t in [*value.named_parameters(), *value.named_buffers()])
+    elif isinstance(value, Mapping):
+        yield from ((f"{name}[{k!r}]", v) for k, v in value.items())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from ((f"{name}[{i}]", v) for i, v in enumerate(value))
+    elif callable(value) and not isinstance(value, type):
+        yield from _callable_children(name, value)
+    if not isinstance(value, (Tensor, ModuleType, type, FunctionType)) and hasattr(value, "__dict__"):
+        yield from ((f"{name}.{k}", v) for k, v in vars(value).items())
+
+
+def _callable_children(name: str, fn: Any) -> Iterator[tuple[str, Any]]:
+    """Closure cells, defaults, globals, partial arguments, a bound self."""
+    if isinstance(fn, functools.partial):
+        yield from ((f"{name}partial argument {i}", v) for i, v in enumerate(fn.args))
+        yield from ((k, v) for k, v in fn.keywords.items())
+        yield (name, fn.func)
+    elif isinstance(fn, MethodType):
+        yield ("self", fn.__self__)
+        yield (name, fn.__func__)
+    elif isinstance(fn, FunctionType):
+        yield from _function_children(fn)
+    elif isinstance(fn, torch.nn.Module):
+        yield from _children(name or type(fn).__name__, fn)
+    else:
+        yield from _instance_children(name, fn)
+
+
+def _instance_children(name: str, obj: Any) -> Iterator[tuple[str, Any]]:
+    """A callable object: its attributes, what it wraps, and its `__call__`."""
+    yield from ((f"{name or 'self'}.{k}", v) for k, v in getattr(obj, "__dict__", {}).items())
+    call = vars(type(obj)).get("__call__")
+    if isinstance(call, FunctionType):
+        yield from _function_children(call)
+
+
+def _function_children(fn: FunctionType) -> Iterator[tuple[str, Any]]:
+    for variable, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        if cell != CellType():  # an empty one belongs to a variable that is not assigned yet
+            yield (variable, cell.cell_contents)
+    names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
+    yield from zip(reversed(names), reversed(fn.__defaults__ or ()), strict=False)
+    yield from (fn.__kwdefaults__ or {}).items()
+    yield from ((n, fn.__globals__[n]) for n in _global_names(fn.__code__) if n in fn.__globals__)
+
+
+def _global_names(code: CodeType) -> Iterator[str]:
+    """Global names that a function or one nested in it mentions."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _global_names(constant)

@@ -1,0 +1,148 @@
+"""Random number generators that a loop replays, and the tape of their states."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pure_loopgrad.errors import LoopTypeError
+
+State: TypeAlias = "tuple[Any, ...]"  # one entry a source
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One generator: how its state is read and put back."""
+
+    get: Callable[[], Any]
+    put: Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """All generators that a loop replays, the default ones first."""
+
+    devices: tuple[torch.device, ...]
+    given: tuple[Any, ...]
+    each: tuple[Source, ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], given: Sequence[Any]) -> Sources:
+        """The default generators of the CPU, the default device and the tensors' devices, and those given."""
+        used = {t.device for t in tensors} | {torch.get_default_device()}
+        others = sorted((d for d in used if d.type not in ("cpu", "meta")), key=str)
+        devices = (CPU, *others)
+        unique = tuple({id(g): g for g in given}.values())
+        return cls(devices, unique, (*map(_default, devices), *map(source_of, unique)))
+
+    def state(self) -> State:
+        """Where every generator stands."""
+        return tuple(source.get() for source in self.each)
+
+    def restore(self, state: State) -> None:
+        """Puts every generator where `state` found it."""
+        for source, value in zip(self.each, state, strict=True):
+            source.put(value)
+
+
+def is_generator(value: Any) -> bool:
+    """Whether a leaf of params or xs is a generator whose numbers must be replayed."""
+    return isinstance(value, torch.Generator)
+
+
+def source_of(generator: Any) -> Source:
+    """A torch.Generator, a numpy Generator or RandomState, a random.Random, or the modules numpy.random and random.
+
+    Raises:
+        LoopTypeError: something else.
+    """
+    if hasattr(generator, "bit_generator"):
+        bits = generator.bit_generator
+        return Source(lambda: bits.state, lambda state: setattr(bits, "state", state))
+    for get, put in (("get_state", "set_state"), ("getstate", "setstate")):
+        if hasattr(generator, get) and hasattr(generator, put):
+            return Source(getattr(generator, get), getattr(generator, put))
+    raise LoopTypeError(
+        f"a {type(generator).__name__} is no random generator that can be replayed: give a torch.Generator, a numpy "
+        f"Generator or RandomState, a random.Random, or the modules numpy.random and random"
+    )
+
+
+def _default(device: torch.device) -> Source:
+    if device == CPU:
+        return Source(torch.get_rng_state, torch.set_rng_state)
+    module = torch.get_device_module(device)
+    return Source(lambda: module.get_rng_state(device), lambda state: module.set_rng_state(state, device))
+
+
+def _bytes(value: Any) -> bytes:
+    """A state as bytes; torch.equal would take five times as long."""
+    if isinstance(value, Tensor):
+        return ctypes.string_at(value.data_ptr(), value.numel())
+    return pickle.dumps(value)
+
+
+def moved(before: State, after: State) -> bool:
+    """Whether some generator was drawn from between two states."""
+    return any(_bytes(a) != _bytes(b) for a, b in zip(before, after, strict=True))
+
+
+@dataclass
+class RngTape:
+    """The random states before those chunks that drew; empty for a body that draws nothing."""
+
+    states: dict[int, State] = field(default_factory=dict)
+
+    @contextmanager
+    def recording(self, sources: Sources) -> Iterator[_Recorder]:
+        """The first pass: states are noted, the global stream moves on as in a plain loop."""
+        yield _Recorder(self, sources, sources.state())
+
+    @contextmanager
+    def replaying(self, sources: Sources) -> Iterator[_Player]:
+        """A later pass: each chunk draws what it drew first, and every generator stays where it was."""
+        if not self.states:
+            yield _Player({}, sources)
+            return
+        outside = sources.state()
+        try:
+            yield _Player(self.states, sources)
+        finally:
+            sources.restore(outside)
+
+
+@dataclass
+class _Recorder:
+    tape: RngTape
+    sources: Sources
+    before: State
+
+    def start(self, chunk: int) -> None:
+        """Nothing to do: `finish` of the chunk before has left the right state."""
+
+    def finish(self, chunk: int) -> None:
+        after = self.sources.state()
+        if moved(self.before, after):
+            self.tape.states[chunk] = self.before
+            self.before = after
+
+
+@dataclass
+class _Player:
+    states: dict[int, State]
+    sources: Sources
+
+    def start(self, chunk: int) -> None:
+        if chunk in self.states:
+            self.sources.restore(self.states[chunk])
+
+    def finish(self, chunk: int) -> None:
+        """Nothing to do: the states are put back once, after the last chunk."""

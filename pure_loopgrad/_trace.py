@@ -1,0 +1,66 @@
+"""What the first pass of one call finds out, for the later ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pure_loopgrad import _tree
+from pure_loopgrad._ambient import Ambient
+from pure_loopgrad._effects import Effects, recomputing
+from pure_loopgrad._levels import active_levels
+from pure_loopgrad._purity import FirstSight, foreign_draws_refused
+from pure_loopgrad._rng import Sources, is_generator
+from pure_loopgrad._run import Check, Run
+from pure_loopgrad._shapes import Meta
+
+
+@dataclass
+class Trace:
+    """What the first pass of one call finds out; the later passes read it. Made by each call, kept by its graph."""
+
+    sources: Sources
+    ambient: Ambient
+    grad_mode: bool
+    check: Check
+    debug_nonfinite: bool
+    n: int  # iterations of the whole loop, for messages
+    outputs: _tree.Skeleton | None = None
+    shapes: list[Meta] = field(default_factory=list)  # of one iteration's outputs
+    draws: bool = False  # whether some iteration drew random numbers
+    settled: bool = False  # whether the ambient settings are in force around the pass that runs now
+    iterations: range = range(0)  # the chunk that runs now
+    sight: FirstSight = field(default_factory=FirstSight)
+    effects: Effects = field(default_factory=Effects)
+
+    @classmethod
+    def begin(cls, tensors: Sequence[Tensor], skeletons: Sequence[_tree.Skeleton], n: int, run: Run) -> Trace:
+        """A trace for a call that starts here and now."""
+        given = [leaf for skeleton in skeletons for leaf in skeleton.static if is_generator(leaf)]
+        sources = Sources.of(tensors, [*given, *run.generators])
+        return cls(
+            sources, Ambient.capture(sources.devices), torch.is_grad_enabled(), run.check, run.nonfinite == "raise", n
+        )
+
+    @property
+    def checking(self) -> bool:
+        """Whether the iterations that run now are among those that are checked."""
+        return self.check == "all" or (self.check == "first" and self.iterations.start == 0)
+
+
+def where(trace: Trace) -> str:
+    """The iterations that run now, in words."""
+    it = trace.iterations
+    return f"iteration {it.start}" if len(it) == 1 else f"iterations {it.start} to {it.stop - 1}"
+
+
+@contextmanager
+def first_pass_checked(trace: Trace) -> Iterator[None]:
+    """Around a call's first pass: refuses draws that no later pass can replay."""
+    matters = trace.check != "off" and not recomputing() and (trace.grad_mode or active_levels() > 0)
+    with foreign_draws_refused(trace.sources.given) if matters else nullcontext():
+        yield
