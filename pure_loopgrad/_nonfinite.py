@@ -110,11 +110,12 @@ def check_derivative(
     bad = first_bad(found)
     if bad is None:
         return
-    place = [name for name, _ in found].index(bad[0])
-    for i in range(len(iterations)) if rerun is not None else ():
-        tensors, one = rerun(i)
-        if not is_finite(tensors[place]):
-            refuse(iterations[i], phase, bad[0], tensors[place], one)
+    if rerun is not None:
+        place = [name for name, _ in found].index(bad[0])
+        for i, iteration in enumerate(iterations):
+            tensors, one = rerun(i)
+            if not is_finite(tensors[place]):
+                refuse(iteration, phase, bad[0], tensors[place], one)
     refuse(iterations.start, phase, *bad, inputs)
 
 

@@ -64,8 +64,8 @@ def source_of(generator: Any) -> Source:
     Raises:
         LoopTypeError: something else.
     """
-    if hasattr(generator, "bit_generator"):
-        bits = generator.bit_generator
+    bits = getattr(generator, "bit_generator", None)
+    if hasattr(bits, "state"):
         return Source(lambda: bits.state, lambda state: setattr(bits, "state", state))
     for get, put in (("get_state", "set_state"), ("getstate", "setstate")):
         if hasattr(generator, get) and hasattr(generator, put):

@@ -72,24 +72,6 @@ def test_shared_parameters_count_once(make):
     assert [id(p) for p in net.parameters()] == own  # the module holds what it held
 
 
-def test_buffers_are_inputs_without_a_gradient():
-    net = nn.BatchNorm2d(1).double().eval()
-    body, params = plg.from_module(net)
-    assert "running_mean" in params
-    grads = plg.value_and_grad(body, lambda p, ys: ys.square().sum())(params, XS)[1]
-    assert [k for k, g in grads.items() if g is not None] == ["weight", "bias"]
-    moved = {k: v.detach() + (1.0 if k == "running_mean" else 0) for k, v in params.items()}
-    assert not torch.allclose(plg.map(body, moved, XS), plg.map(body, params, XS))
-    assert net.running_mean.item() == 0
-
-
-def test_running_statistics_are_refused():
-    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)).double()
-    with pytest.raises(ValueError, match=r"1 \(BatchNorm2d\).*running statistics.*eval mode"):
-        plg.map(*plg.from_module(net), XS)
-    assert net[1].num_batches_tracked.item() == 0
-
-
 @pytest.mark.parametrize(
     ("value", "text"), [(lambda x: x, "not a function"), (nn.DataParallel(nn.Linear(1, 1)), r"\.module")]
 )
