@@ -79,9 +79,19 @@ class VjpBody:
     def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
         inputs = [*consts[: self.n_consts], *xs[: self.n_xs]]
         cotangents = [*consts[self.n_consts :], *xs[self.n_xs :]]
-        own_way = getattr(self.base, "pull_back", None)  # of a HasPullback
-        if own_way is not None and not is_recorded([*consts, *xs]):
+        if self.base_has_pullback and not is_recorded([*consts, *xs]):
             return cast(HasPullback, self.base).pull_back(inputs, self.wrt, self.sums, cotangents), []
+        grads = self.linearised(inputs)(cotangents)
+        n = sum(self.wrt[: self.n_consts])
+        return grads[:n], grads[n:]
+
+    @property
+    def base_has_pullback(self) -> bool:
+        """Whether the base knows a better way backward."""
+        return hasattr(self.base, "pull_back")
+
+    def linearised(self, inputs: Tensors) -> Callable[[Tensors], list[Tensor]]:
+        """Runs the base, and returns what takes cotangents to the gradients of the marked inputs; to be called once."""
 
         def outputs(*primals: Tensor) -> tuple[Tensor, ...]:
             full = put(inputs, self.wrt, primals)
@@ -90,9 +100,7 @@ class VjpBody:
 
         primals = list(compress(inputs, self.wrt))
         _, pullback, _ = linearise(lambda *p: (outputs(*p), ()), primals)
-        grads = zeros_for_none(pullback(cotangents, True), primals)
-        n = sum(self.wrt[: self.n_consts])
-        return grads[:n], grads[n:]
+        return lambda cotangents: zeros_for_none(pullback(cotangents, True), primals)
 
 
 @dataclass(frozen=True)
@@ -176,14 +184,31 @@ class VmapBody:
         return self.base.labels()
 
     def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
+        base, nc = self.base, self.n_consts
+        if isinstance(base, VjpBody) and not base.base_has_pullback:
+            primals = range(base.n_consts), range(nc, nc + base.n_xs)
+            if not any(self.batched[i] for part in primals for i in part):
+                return self._over_cotangents(base, consts, xs)
+
         def outputs(*inputs: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-            sums, stacks = self.base(inputs[: self.n_consts], inputs[self.n_consts :])
+            sums, stacks = base(inputs[:nc], inputs[nc:])
             return tuple(sums), tuple(stacks)
 
         # out_dims=1 fails in torch for an output that does not depend on the batch: it is expanded without a new axis
         over_batch = torch.func.vmap(outputs, tuple(self.dims), randomness=self.randomness)
         sums, stacks = over_batch(*consts, *xs)
         return sums, [y.movedim(0, 1) for y in stacks]
+
+    def _over_cotangents(self, base: VjpBody, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
+        """Where only cotangents are batched, the base runs outside of vmap, as in a plain loop under jacrev: it may
+        draw, and do what has no batching rule.
+        """
+        dims = [*self.dims[base.n_consts : self.n_consts], *self.dims[self.n_consts + base.n_xs :]]
+        pullback = base.linearised([*consts[: base.n_consts], *xs[: base.n_xs]])
+        cotangents = [*consts[base.n_consts :], *xs[base.n_xs :]]
+        grads = torch.func.vmap(lambda *c: tuple(pullback(c)), tuple(dims), randomness=self.randomness)(*cotangents)
+        n = base.n_sums
+        return grads[:n], [g.movedim(0, 1) for g in grads[n:]]
 
 
 def linearise(

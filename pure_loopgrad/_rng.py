@@ -64,7 +64,7 @@ def source_of(generator: Any) -> Source:
     Raises:
         LoopTypeError: something else.
     """
-    bits = getattr(generator, "bit_generator", None)
+    bits: Any = getattr(generator, "bit_generator", None)
     if hasattr(bits, "state"):
         return Source(lambda: bits.state, lambda state: setattr(bits, "state", state))
     for get, put in (("get_state", "set_state"), ("getstate", "setstate")):

@@ -1,0 +1,136 @@
+"""torch.compile around the body, around the whole, on the pullback: the same numbers, or a graph break."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._inductor import config as inductor
+
+import pure_loopgrad as plg
+from tests.oracle import assert_close
+
+W = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+XS = torch.randn(5, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=needs_compiler)]
+
+
+def body(w, x):
+    return F.dropout(torch.tanh(w @ x), 0.5)
+
+
+def plain(body):
+    return lambda w, xs: torch.stack([body(w, x) for x in xs]).square().sum()
+
+
+def by_scan(body):
+    return lambda w, xs: plg.scan(lambda w, c, x: (c, body(w, x)), w, torch.zeros(()), xs)[1].square().sum()
+
+
+def by_checkpoint(body):
+    call = plg.checkpoint(body)
+    return lambda w, xs: torch.stack([call(w, x) for x in xs]).square().sum()
+
+
+WAYS = {
+    "map": lambda body: lambda w, xs: plg.map(body, w, xs).square().sum(),
+    "mean": lambda body: lambda w, xs: plg.mean(lambda w, x: body(w, x).square(), w, xs).sum() * len(xs),
+    "scan": by_scan,
+    "checkpoint": by_checkpoint,
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch.compiler.reset()
+    with inductor.patch(fallback_random=True):  # else inductor draws numbers of its own
+        yield
+    torch.compiler.reset()
+
+
+def step(loss):
+    w = W.clone().requires_grad_()
+    torch.manual_seed(1)
+    value = loss(w, XS)
+    value.backward()
+    return value.detach(), w.grad, torch.get_rng_state()
+
+
+def by_func(loss):
+    torch.manual_seed(1)
+    g, value = loss(W, XS)
+    return value, g, torch.get_rng_state()
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo warns of each graph break
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("compiled", ["body", "whole", "body and whole", "grad"])
+def test_compiled(compiled, way, backend):
+    """CASES 32: equal to eager with the same seed, twice, and the generator where it leaves it."""
+    compile_ = lambda f: torch.compile(f, backend=backend)
+    ref = step(plain(body))
+    loss = WAYS[way](compile_(body) if "body" in compiled else body)
+    if compiled == "grad":
+        run, loss = by_func, compile_(torch.func.grad_and_value(loss))
+    else:
+        run, loss = step, compile_(loss) if "whole" in compiled else loss
+    for _ in range(2):
+        assert_close(run(loss), ref)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_pullback_and_value_and_grad(backend):
+    value, grad, _ = step(plain(body))
+    torch.manual_seed(1)
+    ys, pullback = plg.vjp(body, W, XS)
+    assert_close(torch.compile(pullback, backend=backend)(2 * ys)[0], grad)
+    f = plg.value_and_grad(body, lambda w, ys: ys.square().sum())
+    torch.manual_seed(1)
+    assert_close(torch.compile(f, backend=backend)(W, XS), (value, grad))
+
+
+@needs_compiler
+@inductor.patch(fallback_random=False)
+def test_the_mask_of_a_compiled_body_is_that_of_its_first_pass():
+    """Inductor's own random numbers are not those of eager, but its second pass sees those of the first."""
+    compiled = torch.compile(lambda w, x: F.dropout(w * x, 0.5))
+    w = torch.ones(64, requires_grad=True)
+    xs = torch.randn(3, 64)
+    ys = plg.map(compiled, w, xs)
+    ys.sum().backward()
+    assert_close(w.grad, ys.detach().sum(0), rtol=1e-5)  # d(m w x)/dw = m x = y at w = 1; in float32
+    assert (ys == 0).sum() not in (0, ys.numel())
+
+
+def test_a_compiled_body_stays_compiled():
+    """The look-out for captured tensors must not make dynamo give the body up."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda w, x: torch.tanh(w @ x), backend=backend)
+    plg.map(compiled, W, XS)
+    first = len(graphs)
+    assert first > 0
+    plg.map(compiled, W, XS)
+    assert len(graphs) == first
+
+
+def test_compiling_loads_no_compiler_by_itself():
+    """To import torch._dynamo takes a second, which only those who compile should wait."""
+    import subprocess  # only here
+    import sys
+
+    program = """
+import sys, torch, pure_loopgrad as plg
+plg.map(lambda w, x: w * x, torch.ones(2, requires_grad=True), torch.ones(3, 2)).sum().backward()
+assert "torch._dynamo" not in sys.modules
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
