@@ -55,6 +55,11 @@ class Watch(TorchFunctionMode):
             self._note_written(t)
         return out
 
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.given = ()  # the callbacks of `known` refer back to here, and such a ring lives until it is collected
+        self.known.clear()
+
     def _meet(self, t: Tensor, func: Callable[..., Any]) -> None:
         if not _needs_gradient(t):
             self.constants.append((weakref.ref(t), version_of(t)))

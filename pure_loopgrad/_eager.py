@@ -22,19 +22,14 @@ def eager(fn: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def entry(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
-            return cast(R, _disabled(fn)(*args, **kwargs))
-        if "torch._dynamo" in sys.modules:  # a frame that it has given up runs as it is, but those below may not
+        if "torch._dynamo" in sys.modules:
             return cast(R, _trampoline()(fn, args, kwargs))
         return fn(*args, **kwargs)
 
     return entry
 
 
-def _disabled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return cast(Callable[..., Any], torch.compiler.disable(fn))  # type: ignore[no-untyped-call]  # torch's
-
-
 @functools.cache
 def _trampoline() -> Callable[..., Any]:
-    return _disabled(lambda fn, args, kwargs: fn(*args, **kwargs))
+    call = torch.compiler.disable(lambda fn, args, kwargs: fn(*args, **kwargs))  # type: ignore[no-untyped-call]
+    return cast(Callable[..., Any], call)

@@ -135,10 +135,7 @@ def _run(loop: Loop, consts: Tensors, xs: Tensors) -> tuple[list[Tensor], list[T
         for i, iterations in enumerate(chunks(loop.n, loop.chunk_size)):
             loop.trace.iterations = iterations
             rng.start(i)
-            found = _run_chunk(loop, consts, xs)
-            outputs.add(iterations, *found)
-            if loop.trace.debug_nonfinite:
-                _refuse_nonfinite(loop, consts, xs, found, outputs)
+            _add_chunk(loop, outputs, consts, xs)
             rng.finish(i)
     loop.trace.draws = loop.trace.draws or bool(loop.tape.states)
     refuse_changed_inputs(versions, (*consts, *xs))
@@ -171,6 +168,14 @@ def _refuse_nonfinite(
 def chunks(n: int, size: int) -> Iterator[range]:
     """Cuts n iterations into ranges of `size`; the last one holds the remainder."""
     return (range(start, min(start + size, n)) for start in range(0, n, size))
+
+
+def _add_chunk(loop: Loop, outputs: Outputs, consts: Tensors, xs: Tensors) -> None:
+    """A call of its own, so that nothing refers to a chunk when the next one starts."""
+    found = _run_chunk(loop, consts, xs)
+    outputs.add(loop.trace.iterations, *found)
+    if loop.trace.debug_nonfinite:
+        _refuse_nonfinite(loop, consts, xs, found, outputs)
 
 
 def _run_chunk(loop: Loop, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:

@@ -7,7 +7,6 @@ without being given them by version counter, and generators that nobody replays 
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib
 import math
 import random
@@ -28,7 +27,12 @@ from pure_loopgrad._shapes import is_fake
 from pure_loopgrad.errors import ImpureBodyError
 
 SAMPLE = 256  # entries of an output that its digest sees
-PROJECTIONS = 8
+# no ordinary output is orthogonal to these; made here, since a tensor made later may belong to a transform
+DIRECTIONS = torch.cos(
+    torch.arange(1, SAMPLE + 1, dtype=torch.float64, device="cpu")[:, None].square()
+    * torch.arange(1, 9, device="cpu")
+    * 0.7548776662
+)
 MT19937_BYTES = 625 * 4  # 624 words and a position
 REMEDY = (
     "The body has a side effect or reads something that changed: a Python number or object, a counter, a generator "
@@ -49,13 +53,13 @@ class Digest:
     def of(cls, t: Tensor) -> Digest:
         """Projections of at most SAMPLE entries, averaged over the axes that transforms have added."""
         with torch.no_grad():
-            flat = t.detach().reshape(-1)
+            real = torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t.detach()
+            flat = real.reshape(-1)
             if flat.numel() == 0:
                 return cls([], 0.0, 0.0)
             flat = flat[:: -(-flat.numel() // SAMPLE)]
-            flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
             wide = flat.to(torch.float32 if flat.device.type == "mps" else torch.float64)
-            both = torch.cat([wide @ _directions(wide.shape[0]).to(wide), wide.abs().sum().unsqueeze(0)])
+            both = torch.cat([wide @ DIRECTIONS[: wide.shape[0]].to(wide), wide.abs().sum().unsqueeze(0)])
             found = torch.func.debug_unwrap(both)
             *numbers, scale = found.reshape(-1, found.shape[-1]).mean(0).tolist()
         return cls(numbers, scale, _tolerance(t.dtype) / math.sqrt(wide.shape[0]))
@@ -65,13 +69,6 @@ class Digest:
         allowed = self.tolerance * max(self.scale, other.scale)
         pairs = zip([*self.numbers, self.scale], [*other.numbers, other.scale], strict=True)
         return all(abs(a - b) <= allowed or a == b or (a != a and b != b) for a, b in pairs)
-
-
-@functools.cache
-def _directions(size: int) -> Tensor:
-    """Fixed directions that no ordinary output is orthogonal to."""
-    steps = torch.arange(1, size + 1, dtype=torch.float64, device="cpu")
-    return torch.cos(steps[:, None].square() * torch.arange(1, PROJECTIONS + 1, device="cpu") * 0.7548776662)
 
 
 def _tolerance(dtype: torch.dtype) -> float:

@@ -210,6 +210,15 @@ def test_foreign_draws(way, draw):
     assert seeded(lambda w: way(body, w, run=run))[1] == ref[1]  # the global stream ends where one pass leaves it
 
 
+@pytest.mark.parametrize("draw", [lambda: random.random(), lambda: np.random.rand()])
+@pytest.mark.parametrize("way", [by_map, by_scan])
+def test_foreign_draws_of_later_iterations(way, draw):
+    """The values of iteration 0 do not show them."""
+    body = lambda w, x: w * x * (draw() if torch.equal(x, XS[2]) else 1.0)
+    with pytest.raises(plg.errors.ImpureBodyError, match=r"global generator of (random|numpy\.random)"):
+        way(body, live())
+
+
 GENERATORS = {
     "torch": (lambda: torch.Generator().manual_seed(3), lambda g: torch.rand(3, generator=g, dtype=torch.float64)),
     "numpy": (lambda: np.random.default_rng(3), lambda g: torch.from_numpy(g.random(3))),

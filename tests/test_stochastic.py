@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
@@ -160,6 +160,8 @@ def found_by(loop, body, stack, n, seed):
     st.integers(0, 2**16),
 )  # fmt: skip
 def test_one_at_a_time(name, body, stack, n, seed):
+    # torch has no batching rule for rrelu, and a scan under jacrev steps back under vmap: that raises
+    assume(not ("rrelu" in body.ops and "jacrev" in stack and name.startswith(("scan", "while"))))
     ours, plain = LOOPS[name]
     ref, states = found_by(plain, body, stack, n, seed)
     found, after = found_by(ours, body, stack, n, seed)
@@ -220,6 +222,23 @@ def test_gradient_transforms(body, reduce, n, seed):
     for _ in range(2):
         grads = pullback(2 * ys)[0]
         assert_close({k: torch.zeros_like(params[k]) if g is None else g for k, g in grads.items() if k != "g"}, ref)
+
+
+def test_jacrev_runs_the_body_outside_of_vmap():
+    """Only cotangents are batched: the body is recomputed once an iteration, and may do what has no batching rule."""
+    calls = []
+
+    def body(w, x):
+        calls.append(torch._C._functorch.maybe_current_level())
+        return F.rrelu(w * x, training=True) if x.sum() > 0 else w * x
+
+    w, xs = torch.randn(3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    torch.manual_seed(2)
+    ref = torch.func.jacrev(lambda w: torch.stack([body(w, x) for x in xs]))(w)
+    torch.manual_seed(2)
+    calls.clear()
+    assert_close(torch.func.jacrev(lambda w: plg.map(body, w, xs))(w), ref)
+    assert len(calls) == 8
 
 
 def test_randomness_in_chunks_is_refused_by_default():
