@@ -52,7 +52,7 @@ def checkpoint(fn: Callable[P, R]) -> Callable[P, R]:
         tensors, skeleton = _tree.split((args, kwargs))
         trace = Trace.begin(tensors, [skeleton], 1, _run.current(None))
         body = Once(UserBody(_Applied(fn), (skeleton,), trace))
-        with first_pass_checked(trace):
+        with first_pass_checked(trace, tensors):
             sums, _ = Loop(body, 1, 1, len(tensors), trace)(tensors, ())
         assert trace.outputs is not None
         return cast(R, trace.outputs.fill(sums))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import JvpInterpreter, VmapInterpreter, retrieve_all_functorch_interpreters
 
 
 def is_wrapped(t: Tensor) -> bool:
@@ -36,6 +37,34 @@ def active_levels() -> int:
     """How many torch.func transforms are active here."""
     top = torch._C._functorch.peek_interpreter_stack()
     return 0 if top is None else int(top.level())
+
+
+def draws_for_nobody(tensors: Sequence[Tensor]) -> str | None:
+    """The randomness of a vmap that asks for other numbers in each entry, but of whose batch nothing arrives here.
+
+    Torch leaves such a level out, so that one draw would serve the whole batch. Right below a jvp (jacfwd) it is the
+    tangents that are batched, and one draw is right.
+    """
+    if active_levels() == 0:
+        return None
+    stack = retrieve_all_functorch_interpreters()
+    for interpreter, inner in zip(stack, [*stack[1:], None], strict=True):
+        if not isinstance(interpreter, VmapInterpreter) or isinstance(inner, JvpInterpreter):
+            continue
+        asked = str(interpreter.randomness())
+        if asked != "same" and not any(_is_batched_at(t, interpreter.level()) for t in tensors):
+            return asked
+    return None
+
+
+def _is_batched_at(t: Tensor, level: int) -> bool:
+    while True:
+        if torch._C._functorch.is_batchedtensor(t) and level_of(t) == level:
+            return True
+        inner = torch.func.debug_unwrap(t, recurse=False)
+        if inner is t:
+            return False
+        t = inner
 
 
 def is_recorded(tensors: Sequence[Tensor]) -> bool:

@@ -62,7 +62,7 @@ class Prepared:
 
     def run(self) -> list[Tensor]:
         """The raw outputs: wide sums, or stacks."""
-        with first_pass_checked(self.loop.trace):
+        with first_pass_checked(self.loop.trace, self.inputs):
             sums, stacks = self.loop(self.consts, self.xs)
         return [*sums, *stacks]
 

@@ -111,7 +111,7 @@ def scan(
         segment = Segment(step, len(consts), len(carry), 0, n, plan, reverse, record.offload)
         # with offload, as one loop of the primitive, which keeps nothing before the backward starts
         whole = segment if record.offload is None else Loop(segment, 1, 1, len(everything), trace)
-        with first_pass_checked(trace), _effects.running(trace, recomputation=False):
+        with first_pass_checked(trace, everything), _effects.running(trace, recomputation=False):
             outs = [*whole(everything, ())[0]]
     assert trace.outputs is not None
     last, stacked = trace.outputs.fill(outs)

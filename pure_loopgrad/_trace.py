@@ -12,11 +12,12 @@ from torch import Tensor
 from pure_loopgrad import _tree
 from pure_loopgrad._ambient import Ambient
 from pure_loopgrad._effects import Effects, recomputing
-from pure_loopgrad._levels import active_levels
+from pure_loopgrad._levels import active_levels, draws_for_nobody
 from pure_loopgrad._purity import FirstSight, foreign_draws_refused
-from pure_loopgrad._rng import Sources, is_generator
+from pure_loopgrad._rng import Sources, is_generator, moved
 from pure_loopgrad._run import Check, Run
 from pure_loopgrad._shapes import Meta
+from pure_loopgrad.errors import LoopValueError
 
 
 @dataclass
@@ -59,8 +60,19 @@ def where(trace: Trace) -> str:
 
 
 @contextmanager
-def first_pass_checked(trace: Trace) -> Iterator[None]:
-    """Around a call's first pass: refuses draws that no later pass can replay."""
-    matters = trace.check != "off" and not recomputing() and (trace.grad_mode or active_levels() > 0)
+def first_pass_checked(trace: Trace, tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Around a call's first pass: refuses draws that no later pass can replay, or that vmap would have made apart."""
+    if trace.check == "off" or recomputing():
+        yield
+        return
+    matters = trace.grad_mode or active_levels() > 0
+    asked = draws_for_nobody(tensors)
+    before = None if asked is None else trace.sources.state()
     with foreign_draws_refused(trace.sources.given) if matters else nullcontext():
         yield
+    if before is not None and moved(before, trace.sources.state()):
+        raise LoopValueError(
+            f"the body draws random numbers under torch.vmap with randomness={asked!r}, but nothing that the loop is "
+            f"given is batched, so one draw would serve the whole batch. Use randomness='same', or pass something "
+            f"batched in params, for instance what distinguishes the entries"
+        )

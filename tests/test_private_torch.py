@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from pure_loopgrad._accumulate import with_storage
-from pure_loopgrad._levels import active_levels, is_wrapped, level_of
+from pure_loopgrad._capture import unwatched
+from pure_loopgrad._levels import active_levels, draws_for_nobody, is_batched, is_wrapped, level_of
 
 
 def test_levels():
@@ -49,3 +51,32 @@ def test_unwrapping_keeps_identity():
     seen = []
     torch.func.grad(lambda y: (seen.append(torch.func.debug_unwrap(y) is x), y.sum())[1])(x)
     assert seen == [True]
+
+
+def test_what_vmap_asks_for():
+    seen = []
+
+    def f(x):
+        seen.append((draws_for_nobody([x]), draws_for_nobody([torch.ones(3)]), is_batched(x)))
+        return x.sum()
+
+    torch.func.vmap(f, randomness="different")(torch.ones(2, 3))
+    torch.func.vmap(torch.func.grad(f))(torch.ones(2, 3))
+    torch.func.jacfwd(f)(torch.ones(3))
+    assert seen == [(None, "different", True), (None, "error", True), (None, None, False)]
+
+
+def test_a_block_that_no_mode_sees():
+    class Count(TorchFunctionMode):
+        n = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.n += 1
+            return func(*args, **(kwargs or {}))
+
+    with Count() as mode:
+        with unwatched():
+            torch.ones(2).sin()
+        assert mode.n == 0
+        torch.ones(2)
+    assert mode.n == 1

@@ -241,6 +241,42 @@ def test_jacrev_runs_the_body_outside_of_vmap():
     assert len(calls) == 8
 
 
+@pytest.mark.parametrize("randomness", ["different", "error", "same"])
+@pytest.mark.parametrize("loop", ["map", "scan", "checkpoint", "vjp"])
+def test_a_batch_that_does_not_reach_the_loop(loop, randomness):
+    """Torch leaves the level out, so that one draw would serve all entries: only "same" asks for that."""
+    xs, w = torch.ones(3, 2), torch.ones(2)
+    noisy = lambda w, x: w * x * torch.rand(2)
+    runs = {
+        "map": lambda w: plg.map(noisy, w, xs),
+        "scan": lambda w: plg.scan(lambda w, c, x: (c + noisy(w, x), None), w, torch.zeros(2), xs)[0],
+        "checkpoint": lambda w: plg.checkpoint(noisy)(w, xs[0]),
+        "vjp": lambda w: plg.vjp(noisy, w, xs)[0],
+    }
+    run = lambda: torch.func.vmap(lambda k: runs[loop](w).sum() * k, randomness=randomness)(torch.ones(4))
+    if randomness == "same":
+        assert run().unique().numel() == 1
+        return
+    torchs_own = "randomness error mode"  # of a scan that runs right here
+    with pytest.raises((plg.LoopGradError, RuntimeError), match=f"the loop is given is batched|{torchs_own}"):
+        run()
+    if randomness == "different":
+        reached = torch.func.vmap(lambda k: runs[loop](w * k).sum(), randomness=randomness)(torch.ones(4))
+        assert reached.unique().numel() == 4
+    quiet = torch.func.vmap(lambda k: plg.map(lambda w, x: w * x, w, xs).sum() * k, randomness=randomness)
+    assert quiet(torch.ones(4)).tolist() == [6.0] * 4
+
+
+def test_jacfwd_of_a_body_that_draws():
+    """Only tangents are batched there, and one draw is right."""
+    w, xs = torch.ones(2, dtype=torch.float64), torch.ones(3, 2, dtype=torch.float64)
+    f = lambda w: plg.map(lambda w, x: w * x * torch.rand(2, dtype=torch.float64), w, xs)
+    torch.manual_seed(0)
+    jacobian = torch.func.jacfwd(f)(w)
+    torch.manual_seed(0)
+    assert_close(jacobian, torch.diag_embed(f(w)))
+
+
 def test_randomness_in_chunks_is_refused_by_default():
     with pytest.raises(RuntimeError, match="randomness error mode"):
         plg.map(lambda w, x: F.dropout(w * x), torch.ones(3), torch.ones(4, 3), chunk_size=2)
