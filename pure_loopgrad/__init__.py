@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pure_loopgrad import errors as errors
+from pure_loopgrad import folds as folds
 from pure_loopgrad._checkpoint import checkpoint as checkpoint
 from pure_loopgrad._grad import value_and_grad as value_and_grad
 from pure_loopgrad._grad import vjp as vjp
@@ -19,4 +20,12 @@ from pure_loopgrad._scan import scan as scan
 from pure_loopgrad._version import __version__ as __version__
 from pure_loopgrad._while import fori_loop as fori_loop
 from pure_loopgrad._while import while_loop as while_loop
+from pure_loopgrad.averaging import ema as ema
+from pure_loopgrad.averaging import recompute_statistics as recompute_statistics
+from pure_loopgrad.averaging import swa as swa
+from pure_loopgrad.ensembles import stack_params as stack_params
+from pure_loopgrad.ensembles import unstack_params as unstack_params
 from pure_loopgrad.errors import LoopGradError as LoopGradError
+from pure_loopgrad.experiments import fold_grads as fold_grads
+from pure_loopgrad.experiments import per_iteration_grads as per_iteration_grads
+from pure_loopgrad.sampling import subsample as subsample

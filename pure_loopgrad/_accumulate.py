@@ -20,6 +20,7 @@ class Outputs:
     sums: list[Sum] = field(default_factory=list)
     stacks: list[Stack] = field(default_factory=list)
     started: bool = False
+    left_out: list[range] = field(default_factory=list)
 
     def add(self, iterations: range, sums: Tensors, stacks: Tensors) -> None:
         """Adds one chunk; nothing of it is kept but what is copied, unless it is the only one."""
@@ -33,8 +34,14 @@ class Outputs:
         for stack, part in zip(self.stacks, stacks, strict=True):
             stack.add(iterations, with_storage(part.detach()))
 
+    def leave_out(self, iterations: range) -> None:
+        """Notes a chunk whose terms are zero."""
+        self.left_out.append(iterations)
+
     def finish(self, inputs: Tensors) -> tuple[list[Tensor], list[Tensor]]:
         """The results, none of which shares memory with an input or with another result."""
+        for stack in self.stacks:
+            stack.clear(self.left_out)
         results = own([*(s.value() for s in self.sums), *(s.value() for s in self.stacks)], inputs)
         return results[: len(self.sums)], results[len(self.sums) :]
 
@@ -85,6 +92,12 @@ class Stack:
         if self.buffer is None:
             self.buffer = part.new_empty((self.n, *part.shape[1:]))
         self.buffer[iterations.start : iterations.stop] = part
+
+    def clear(self, gaps: Sequence[range]) -> None:
+        """Puts zeros where nothing was added; something was."""
+        for iterations in gaps:
+            assert self.buffer is not None
+            self.buffer[iterations.start : iterations.stop] = 0
 
     def value(self) -> Tensor:
         if self.parts:

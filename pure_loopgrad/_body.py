@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pure_loopgrad import _tree
+from pure_loopgrad._levels import active_levels
 from pure_loopgrad._shapes import Outline, run_on_fakes
 from pure_loopgrad._user import Tensors, UserBody
 from pure_loopgrad.errors import LoopGradError, LoopTypeError, LoopValueError, add_note
@@ -60,6 +61,7 @@ class Chunk:
     how: Literal["one", "vmap", "batched"]
     randomness: Randomness
     weighted: bool = False  # whether the last of xs holds a weight for each iteration
+    grad_weighted: bool = False  # whether one of xs, before the weights, scales each iteration's derivative
     what: ClassVar[str] = "forward pass"
 
     @property
@@ -67,12 +69,19 @@ class Chunk:
         return 0 if self.reduce == "stack" else len(self.body.trace.shapes)
 
     def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
+        n = len(xs) - self.weighted - self.grad_weighted
+        ys = self._outputs(consts, xs[:n])
+        if self.grad_weighted:
+            ys = [scale_derivative(y, self._like(y, xs[n])) for y in ys]
         if self.reduce == "stack":
-            ys = self._outputs(consts, xs)
             return [], [y.unsqueeze(0) for y in ys] if self.how == "one" else ys
-        if not self.weighted:
-            return [self._sum(y) for y in self._outputs(consts, xs)], []
-        return [self._sum(y, xs[-1]) for y in self._outputs(consts, xs[:-1])], []
+        return [self._sum(y, self._like(y, xs[-1]) if self.weighted else None) for y in ys], []
+
+    def _like(self, y: Tensor, numbers: Tensor) -> Tensor:
+        """One number an iteration, so that they multiply its outputs."""
+        w = numbers.squeeze(0) if self.how == "one" else numbers.reshape(-1, *(1 for _ in y.shape[1:]))
+        # a float64 weight must not widen a float32 image
+        return w.to(accumulation_dtype(y.dtype)) if y.is_floating_point() else w
 
     def _outputs(self, consts: Tensors, xs: Tensors) -> list[Tensor]:
         if self.how == "batched":
@@ -91,12 +100,13 @@ class Chunk:
     def labels(self) -> Labels:
         inputs, outputs = self.body.input_paths(), self.body.output_paths()
         n = self.body.args[0].n_tensors
-        xs = [*inputs[n:], *(["weights"] if self.weighted else [])]
+        more = [*(["grad_weights"] if self.grad_weighted else []), *(["weights"] if self.weighted else [])]
+        xs = [*inputs[n:], *more]
         return Labels(inputs[:n], xs, *([], outputs) if self.reduce == "stack" else (outputs, []))
 
     def outline(self, consts: Tensors, xs: Tensors) -> Outline:
         if self.body.trace.outputs is None:
-            given = xs[:-1] if self.weighted else xs
+            given = xs[: len(xs) - self.weighted - self.grad_weighted]
             one = [x.new_empty((0, 1, *x.shape[1:])) for x in given] if self.how == "batched" else given
             run_on_fakes(self.body, consts, one)
         shapes = self.body.trace.shapes
@@ -107,10 +117,8 @@ class Chunk:
     def _sum(self, y: Tensor, weights: Tensor | None = None) -> Tensor:
         y = y.to(accumulation_dtype(y.dtype))
         if weights is not None:
-            w = weights.squeeze(0) if self.how == "one" else weights.reshape(-1, *(1 for _ in y.shape[1:]))
-            w = w.to(y.dtype) if y.is_floating_point() else w  # a float64 weight must not widen a float32 image
             # a weight of zero keeps out what is not finite, and its own derivative stays y
-            y = torch.where((w == 0) & ~torch.isfinite(y), 0, y) * w
+            y = torch.where((weights == 0) & ~torch.isfinite(y), 0, y) * weights
         return y if self.how == "one" else y.sum(0, dtype=y.dtype)
 
     def _checked(self, ys: list[Tensor], size: int) -> list[Tensor]:
@@ -142,6 +150,15 @@ class Once:
 
     def labels(self) -> Labels:
         return Labels(self.body.input_paths(), [], self.body.output_paths(), [])
+
+
+def scale_derivative(y: Tensor, w: Tensor) -> Tensor:
+    """y, with w times its derivative, of any order and in either mode."""
+    if not _tree.is_differentiable(y) or not (y.requires_grad or active_levels() > 0):
+        return y
+    still = y.detach()
+    change = torch.where(torch.isfinite(still), y - still, 0)  # zero, but for its derivative
+    return still + (change * w).to(y.dtype)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

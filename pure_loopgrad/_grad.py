@@ -38,6 +38,7 @@ def vjp(
     *,
     reduce: Reduce = "stack",
     weights: Weights = None,
+    grad_weights: Weights = None,
     chunk_size: int | None = 1,
     batched: bool = False,
     randomness: Randomness = "error",
@@ -52,6 +53,7 @@ def vjp(
         xs: a pytree with a leading axis of length n on its tensors.
         reduce: `"stack"` as `plg.map`, `"sum"` as `plg.sum`, `"mean"` as `plg.mean`.
         weights: of a mean; see `plg.mean`.
+        grad_weights: see `plg.map`.
         chunk_size: see `plg.map`.
         batched: see `plg.map`.
         randomness: see `plg.map`.
@@ -74,7 +76,7 @@ def vjp(
         >>> pullback(torch.ones(3))
         (tensor(3.), tensor([2., 2., 2.]))
     """
-    options = Options(reduce, weights, chunk_size, batched, randomness, run)
+    options = Options(reduce, weights, grad_weights, chunk_size, batched, randomness, run)
     prepared, wrt = _prepare_without_graph(body, params, xs, options, (0, 1))
     raw = prepared.run()
     ys = prepared.finish(raw)
@@ -94,6 +96,7 @@ def value_and_grad(
     reduce: Reduce = "stack",
     argnums: Argnums = 0,
     weights: Weights = None,
+    grad_weights: Weights = None,
     chunk_size: int | None = 1,
     batched: bool = False,
     randomness: Randomness = "error",
@@ -114,6 +117,7 @@ def value_and_grad(
         reduce: `"stack"`, `"sum"` or `"mean"`. Without a loss, a sum or a mean of a scalar body.
         argnums: what to differentiate: 0 for params, 1 for xs, or a tuple, as in `torch.func.grad`.
         weights: of a mean; see `plg.mean`.
+        grad_weights: see `plg.map`.
         chunk_size: see `plg.map`.
         batched: see `plg.map`.
         randomness: see `plg.map`.
@@ -144,8 +148,8 @@ def value_and_grad(
 
     Source: the two-pass rule is the gradient cache of Gao et al., arXiv 2101.06983, for any loss and any loop.
     """
-    options = Options(reduce, weights, chunk_size, batched, randomness, run)
-    which = _check_argnums(argnums)
+    options = Options(reduce, weights, grad_weights, chunk_size, batched, randomness, run)
+    which = check_argnums(argnums)
     _check_plan(plan, reduce, loss)
 
     @eager
@@ -183,7 +187,8 @@ class FirstPass:
 def _first_pass(prepared: Prepared, wrt: Mask, plan: Plan) -> FirstPass:
     """Runs the loop forward, with jacobians where that is the better plan."""
     n_consts = prepared.loop.n_consts
-    if plan == "two_pass" or prepared.reduce == "stack" or not any(wrt):
+    two = plan == "two_pass" or (plan == "auto" and prepared.chunk.grad_weighted)  # where some run no vjp
+    if two or prepared.reduce == "stack" or not any(wrt):
         return FirstPass(prepared.run())
     over_xs = any(wrt[n_consts:])  # their jacobians are stacked, so more than one row would outgrow the gradient
     limit = 2**62 if plan == "one_pass" else 1 if over_xs else ONE_PASS_LIMIT
@@ -247,7 +252,12 @@ def _cotangent_leaves(ys: PyTree, dys: PyTree) -> Gradients:
     return cotangents
 
 
-def _check_argnums(argnums: Argnums) -> tuple[int, ...]:
+def check_argnums(argnums: Argnums) -> tuple[int, ...]:
+    """What to differentiate, as a tuple.
+
+    Raises:
+        LoopValueError: something else than params and xs.
+    """
     which = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     if not which or any(i not in (0, 1) for i in which):
         raise LoopValueError(f"argnums={argnums!r}: expected 0 (params), 1 (xs) or a tuple of these")

@@ -40,6 +40,7 @@ class Loop:
     trace: Trace
     tape: RngTape = field(default_factory=RngTape)
     first_pass: bool = True  # else a later one, which replays what the first one saw
+    idle: tuple[bool, ...] = ()  # the iterations without a derivative, which later passes leave out
 
     def __call__(self, consts: Tensors, xs: Tensors) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Runs the loop under whatever transforms are active. Returns (sums, stacks)."""
@@ -125,7 +126,7 @@ def _derive(
 def _run(loop: Loop, consts: Tensors, xs: Tensors) -> tuple[list[Tensor], list[Tensor]]:
     """The loop itself, on plain tensors: one chunk after the other, each freed before the next one starts."""
     loop.trace.settled = loop.trace.ambient.in_force()
-    if loop.n == 0:
+    if loop.n == 0 or (not loop.first_pass and loop.idle and all(loop.idle)):
         outlines = loop.body.outline(consts, xs)
         return [m.zeros() for m in outlines[0]], [m.zeros() for m in outlines[1]]
     outputs = Outputs(loop.n)
@@ -133,6 +134,9 @@ def _run(loop: Loop, consts: Tensors, xs: Tensors) -> tuple[list[Tensor], list[T
     random_numbers = loop.tape.recording if loop.first_pass else loop.tape.replaying
     with _effects.running(loop.trace, recomputation=not loop.first_pass), random_numbers(loop.trace.sources) as rng:
         for i, iterations in enumerate(chunks(loop.n, loop.chunk_size)):
+            if not loop.first_pass and loop.idle and all(loop.idle[iterations.start : iterations.stop]):
+                outputs.leave_out(iterations)
+                continue
             loop.trace.iterations = iterations
             rng.start(i)
             _add_chunk(loop, outputs, consts, xs)

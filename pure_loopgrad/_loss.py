@@ -36,7 +36,7 @@ def pull_back_loss(loss: Loss | None, prepared: Prepared, wrt: Mask, raw: Sequen
     leaves, skeleton = _tree.split(reduced)
     nothing: Gradients = [None] * len(prepared.inputs)
     if loss is None:
-        value = _scalar(leaves[0] if len(leaves) == 1 else reduced, "without a loss, the reduced output of the body")
+        value = scalar(leaves[0] if len(leaves) == 1 else reduced, "without a loss, the reduced output of the body")
         return PulledBack(value, nothing, prepared.raw_cotangents(raw, [torch.ones_like(value)]))
 
     n_consts = prepared.loop.n_consts
@@ -66,14 +66,19 @@ def _value_and_grads(fn: Callable[..., tuple[Tensor]], primals: list[Tensor]) ->
 def _watched(loss: Loss, args: tuple[Any, Any], given: Sequence[Tensor], prepared: Prepared) -> Tensor:
     """The loss's value; a loss that reads a parameter of its own is refused like a body that does."""
     if prepared.loop.trace.check == "off":
-        return _scalar(loss(*args), "the loss")
+        return scalar(loss(*args), "the loss")
     with Watch(loss, given, what="loss") as watch:
-        value = _scalar(loss(*args), "the loss")
+        value = scalar(loss(*args), "the loss")
     refuse_captured(watch, given, [value])
     return value
 
 
-def _scalar(value: Any, what: str) -> Tensor:
+def scalar(value: Any, what: str) -> Tensor:
+    """What a gradient is taken of.
+
+    Raises:
+        LoopTypeError: it is no real scalar tensor.
+    """
     if not isinstance(value, Tensor):
         raise LoopTypeError(f"{what} is a {type(value).__name__}; a gradient needs one real scalar tensor")
     if value.dim() != 0 or not value.is_floating_point():

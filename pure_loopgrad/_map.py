@@ -15,6 +15,7 @@ def map(
     params: PyTree,
     xs: PyTree,
     *,
+    grad_weights: Weights = None,
     chunk_size: int | None = 1,
     batched: bool = False,
     randomness: Randomness = "error",
@@ -31,6 +32,8 @@ def map(
             structure, shapes and dtypes in every iteration. Tensors that need a gradient stand in params or xs.
         params: any pytree: what all iterations share. Leaves of any dtype, and leaves that are no tensor.
         xs: a pytree whose tensors have a leading axis of length n; one entry an iteration. Other leaves are shared.
+        grad_weights: n numbers or bools that scale each iteration's contribution to any derivative, and nothing in the
+            values. Where one is zero (and, with chunks, all of the chunk), no derivative is computed.
         chunk_size: how many iterations run at once, under `torch.vmap`; None for all. The last chunk is smaller.
         batched: the body takes a whole chunk (every x with a leading axis) and returns ys with that axis.
         randomness: of random numbers in vmapped chunks, as in `torch.func.vmap`.
@@ -47,7 +50,8 @@ def map(
         ShapeInferenceError: n = 0 and the body cannot run on fake tensors.
 
     Memory: inputs, outputs, two copies of params, and one chunk; independent of n otherwise. Time: n F forward, and
-    n (F + B) more for the backward. The same laws hold for derivatives of any order.
+    n (F + B) more for the backward, k (F + B) where only k iterations have a derivative. The same laws hold for
+    derivatives of any order.
 
     Example:
         >>> import torch, pure_loopgrad as plg
@@ -56,7 +60,7 @@ def map(
         >>> torch.func.grad(loss)(torch.tensor(0.5))
         tensor(2.6601)
     """
-    return _reduced(body, params, xs, Options("stack", None, chunk_size, batched, randomness, run))
+    return _reduced(body, params, xs, Options("stack", None, grad_weights, chunk_size, batched, randomness, run))
 
 
 @eager
@@ -65,6 +69,7 @@ def sum(
     params: PyTree,
     xs: PyTree,
     *,
+    grad_weights: Weights = None,
     chunk_size: int | None = 1,
     batched: bool = False,
     randomness: Randomness = "error",
@@ -76,6 +81,7 @@ def sum(
         body: see `map`.
         params: see `map`.
         xs: see `map`.
+        grad_weights: see `map`.
         chunk_size: see `map`; the sum over a chunk is taken inside it.
         batched: see `map`; the body still returns one y an iteration, with a leading axis.
         randomness: see `map`.
@@ -95,7 +101,7 @@ def sum(
         >>> plg.sum(lambda w, x: w * x**2, torch.tensor(2.0), torch.arange(4.0))
         tensor(28.)
     """
-    return _reduced(body, params, xs, Options("sum", None, chunk_size, batched, randomness, run))
+    return _reduced(body, params, xs, Options("sum", None, grad_weights, chunk_size, batched, randomness, run))
 
 
 @eager
@@ -105,6 +111,7 @@ def mean(
     xs: PyTree,
     *,
     weights: Weights = None,
+    grad_weights: Weights = None,
     chunk_size: int | None = 1,
     batched: bool = False,
     randomness: Randomness = "error",
@@ -119,6 +126,7 @@ def mean(
         weights: n numbers, a sequence or a tensor of shape (n,): sum_i w_i y_i / sum_i w_i. Weights may themselves be
             differentiated. An iteration of weight zero adds exactly nothing, also where its output is not finite;
             unless the weights are differentiated or batched, it is not run at all.
+        grad_weights: see `map`; beside `weights`, as a further factor in derivatives.
         chunk_size: see `map`.
         batched: see `sum`.
         randomness: see `map`.
@@ -138,7 +146,7 @@ def mean(
         >>> plg.mean(lambda w, x: w * x, torch.tensor(2.0), torch.tensor([1.0, 4.0]), weights=[3, 1])
         tensor(3.5000)
     """
-    return _reduced(body, params, xs, Options("mean", weights, chunk_size, batched, randomness, run))
+    return _reduced(body, params, xs, Options("mean", weights, grad_weights, chunk_size, batched, randomness, run))
 
 
 def _reduced(body: Body, params: PyTree, xs: PyTree, options: Options) -> PyTree:

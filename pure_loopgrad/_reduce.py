@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -29,6 +29,7 @@ class Options:
 
     reduce: Reduce = "stack"
     weights: Weights = None
+    grad_weights: Weights = None
     chunk_size: int | None = 1
     batched: bool = False
     randomness: Randomness = "error"
@@ -103,6 +104,8 @@ def prepare(body: Body, params: PyTree, xs: PyTree, options: Options) -> Prepare
     n = _tree.leading_axis(x_tensors, x_skeleton)
     weighted = options.weights is not None
     total: Tensor | float | None = None
+    if options.grad_weights is not None:
+        x_tensors = [*x_tensors, _grad_weights(options.grad_weights, n, x_tensors[0].device)]
     if options.reduce == "mean":
         x_tensors, total = _weighed(x_tensors, n, options.weights)
         n = x_tensors[0].shape[0]
@@ -110,9 +113,20 @@ def prepare(body: Body, params: PyTree, xs: PyTree, options: Options) -> Prepare
     trace = Trace.begin([*consts, *x_tensors], (params_skeleton, x_skeleton), n, _run.current(options.run))
     user = UserBody(body, (params_skeleton, x_skeleton), trace, leading=int(options.batched))
     how: Literal["one", "vmap", "batched"] = "batched" if options.batched else "one" if chunk_size == 1 else "vmap"
-    chunk = Chunk(user, "stack" if options.reduce == "stack" else "sum", how, options.randomness, weighted)
+    scaled = options.grad_weights is not None
+    chunk = Chunk(user, "stack" if options.reduce == "stack" else "sum", how, options.randomness, weighted, scaled)
     loop = Loop(chunk, n, chunk_size, len(consts), trace)
+    if scaled and not is_wrapped(factors := x_tensors[-2 if weighted else -1]):
+        loop = replace(loop, idle=tuple((factors == 0).tolist()))
     return Prepared(loop, consts, x_tensors, params_skeleton, x_skeleton, chunk, options.reduce, total)
+
+
+def _grad_weights(given: Tensor | Sequence[float], n: int, device: torch.device) -> Tensor:
+    """One constant number an iteration."""
+    w = given if isinstance(given, Tensor) else torch.tensor(given, device=device)
+    if w.shape != (n,):
+        raise LoopValueError(f"grad_weights has shape {tuple(w.shape)}, but xs has {n} iterations: expected ({n},)")
+    return w.detach().to(device, torch.float64 if device.type != "mps" else torch.float32)
 
 
 def _weighed(xs: list[Tensor], n: int, weights: Weights) -> tuple[list[Tensor], Tensor | float]:

@@ -82,6 +82,20 @@ def split(tree: PyTree) -> tuple[list[Tensor], Skeleton]:
     return tensors, Skeleton(spec, static)
 
 
+def split_like(prefix: PyTree, tree: PyTree, root: str) -> list[Any]:
+    """One value of `prefix` for each tensor of `tree`: where it is a leaf, for all that stands below.
+
+    Raises:
+        LoopValueError: it is no upper part of the tree.
+    """
+    leaves, spec = flatten(tree)
+    try:
+        values = optree.broadcast_prefix(prefix, tree, namespace=NAMESPACE)
+    except ValueError as error:
+        raise LoopValueError(f"{root} is no upper part of the tree {spec}: {error}") from None
+    return [value for value, leaf in zip(values, leaves, strict=True) if isinstance(leaf, Tensor)]
+
+
 def is_differentiable(t: Tensor) -> bool:
     """Whether the dtype can carry a gradient."""
     return t.is_floating_point() or t.is_complex()

@@ -1,0 +1,171 @@
+"""Folds for mean and variance, stable where the variance is small beside the mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from pure_loopgrad._folding import Fold, added, wide
+from pure_loopgrad._levels import active_levels
+from pure_loopgrad._tree import PyTree
+from pure_loopgrad.errors import LoopValueError
+
+BLOCK = 2**13  # entries of a leaf that are looked at together, where temporaries would be as large as the leaf
+
+
+class Moments(NamedTuple):
+    """The mean and the variance of each entry of the gradient, in its structure."""
+
+    mean: PyTree
+    variance: PyTree
+
+
+class NoiseScale(NamedTuple):
+    """How many iterations a batch needs until its gradient is more signal than noise: `simple` = trace / squared_norm.
+
+    `trace` is that of the covariance of single gradients, `squared_norm` that of the true gradient, both unbiased.
+    """
+
+    simple: Tensor
+    trace: Tensor
+    squared_norm: Tensor
+
+
+def moments(ddof: int = 1) -> Fold:
+    """The mean and the variance of each entry, stable in float32.
+
+    Args:
+        ddof: the variance divides by n - ddof.
+
+    Returns:
+        A fold; its result is `Moments`. Memory: three gradients.
+
+    Source: Chan, Golub and LeVeque, The American Statistician 37 (1983), for the update.
+    """
+
+    def finish(state: _Spread) -> Moments:
+        _at_least(state.count, ddof + 1, "a variance")
+        return Moments(state.tree(state.true_means()), state.tree([t / (state.count - ddof) for t in state.squares]))
+
+    return _spread(finish, lambda squares: squares)
+
+
+def variance(ddof: int = 1) -> Fold:
+    """The variance of each entry; see `moments`.
+
+    Args:
+        ddof: the variance divides by n - ddof.
+
+    Returns:
+        A fold; its result has the structure of the gradient. Memory: three gradients.
+    """
+    both = moments(ddof)
+    return Fold(both.init, both.update, lambda state: both.finish(state).variance)
+
+
+def noise_scale() -> Fold:
+    """The gradient noise scale of single iterations.
+
+    Returns:
+        A fold; its result is `NoiseScale`. Memory: two gradients.
+
+    Source: McCandlish et al., arXiv 1812.06162, appendix A.
+    """
+
+    def finish(state: _Spread) -> NoiseScale:
+        _at_least(state.count, 2, "a noise scale")
+        trace = torch.stack([t.double() for t in state.squares]).sum() / (state.count - 1)
+        return _noise_scale_of(state.true_means(), trace, state.count)
+
+    return _spread(finish, lambda squares: squares.sum().double())
+
+
+def _noise_scale_of(centre: list[Tensor], trace: Tensor, n: int) -> NoiseScale:
+    """From the mean of n gradients and the trace of their covariance; a mean's square holds a share of the noise."""
+    squared = torch.stack([torch.linalg.vector_norm(c).double().square() for c in centre]).sum() - trace / n
+    return NoiseScale(trace / squared, trace, squared)
+
+
+@dataclass
+class _Spread:
+    """The mean of what came so far and the sum of squared distances from it, leaf by leaf, flat.
+
+    Both are of gradients less the first one, so that a large mean does not swallow a small variance.
+    """
+
+    count: int
+    first: list[Tensor]
+    means: list[Tensor]
+    squares: list[Tensor]
+    shapes: list[torch.Size]
+    spec: optree.PyTreeSpec
+
+    def tree(self, leaves: list[Tensor]) -> PyTree:
+        """Flat leaves in the structure of the gradient."""
+        return self.spec.unflatten([t.reshape(s) for t, s in zip(leaves, self.shapes, strict=True)])
+
+    def true_means(self) -> list[Tensor]:
+        """The means of the gradients themselves."""
+        return [added(mean, first) for mean, first in zip(self.means, self.first, strict=True)]
+
+
+def _spread(finish: Callable[[_Spread], Any], keep: Callable[[Tensor], Tensor]) -> Fold:
+    """A fold with a `_Spread` as state; `keep` says what is kept of the squares of a leaf's entries."""
+
+    def init(grad: PyTree, n: int) -> _Spread:
+        leaves, spec = optree.tree_flatten(grad)
+        first = [g.reshape(-1).to(wide(g.dtype), copy=True) for g in leaves]
+        zeros = [torch.zeros_like(f) for f in first]
+        squares = [torch.zeros_like(keep(f.real)) for f in first]
+        return _Spread(0, first, zeros, squares, [g.shape for g in leaves], spec)
+
+    def update(state: _Spread, grads: PyTree, iterations: range) -> _Spread:
+        state.count += len(iterations)
+        for i, g in enumerate(optree.tree_leaves(grads)):
+            g = g.reshape(g.shape[0], -1)
+            leaf = state.first[i], state.means[i], state.squares[i]
+            state.means[i], state.squares[i] = _merged(*leaf, g, state.count, keep)
+        return state
+
+    return Fold(init, update, finish)
+
+
+def _merged(
+    first: Tensor, mean: Tensor, squares: Tensor, g: Tensor, total: int, keep: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """One leaf; in blocks, so that what is made on the way is small beside the leaf."""
+    if active_levels() > 0:
+        return _merged_block(first, mean, squares, g, total, keep)
+    for at in range(0, mean.numel(), BLOCK):
+        block = slice(at, at + BLOCK)
+        _merged_block(first[block], mean[block], squares[block] if squares.dim() else squares, g[:, block], total, keep)
+    return mean, squares
+
+
+def _merged_block(
+    first: Tensor, mean: Tensor, squares: Tensor, g: Tensor, total: int, keep: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Chan's update by a chunk of gradients, the last of `total`."""
+    size = g.shape[0]
+    shifted = g.to(mean.dtype) - first
+    if size == 1:
+        delta = shifted[0] - mean
+    else:
+        within, centre = torch.var_mean(shifted, 0, correction=0)
+        squares = added(squares, keep(within), size)
+        delta = centre - mean
+    return added(mean, delta, size / total), added(squares, keep(_square(delta)), (total - size) * size / total)
+
+
+def _square(t: Tensor) -> Tensor:
+    return t.abs().square() if t.is_complex() else t.square()
+
+
+def _at_least(count: int, needed: int, what: str) -> None:
+    if count < needed:
+        raise LoopValueError(f"{what} needs at least {needed} iterations, not {count}")

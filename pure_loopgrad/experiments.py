@@ -1,0 +1,235 @@
+"""Gradients of single iterations: stacked, or folded into statistics without being stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import compress
+from typing import Any, TypeAlias, cast
+
+import optree
+import torch
+from torch import Tensor
+
+from pure_loopgrad import _run, _tree
+from pure_loopgrad._body import Randomness, check_chunk_size
+from pure_loopgrad._derived import Mask, linearise, put, zeros_for_none
+from pure_loopgrad._grad import Argnums, check_argnums
+from pure_loopgrad._levels import is_wrapped, without_graph
+from pure_loopgrad._loop import chunks
+from pure_loopgrad._loss import scalar
+from pure_loopgrad._map import map as map_
+from pure_loopgrad._reduce import Body
+from pure_loopgrad._tree import PyTree
+from pure_loopgrad.errors import LoopTypeError
+from pure_loopgrad.folds import Fold
+
+Transform: TypeAlias = "Callable[[Any], Any]"
+
+
+def per_iteration_grads(
+    body: Body,
+    params: PyTree,
+    xs: PyTree,
+    *,
+    argnums: Argnums = 0,
+    wrt: PyTree = True,
+    chunk_size: int | None = 1,
+    randomness: Randomness = "error",
+    run: _run.Run | None = None,
+) -> PyTree:
+    """The gradient of each iteration's scalar, stacked: `vmap(grad(body), (None, 0))(params, xs)`, a chunk at a time.
+
+    Args:
+        body: `body(params, x) -> scalar`, one iteration's loss; see `plg.map`.
+        params: any pytree. Live parameters count as constants; where some leaf requires grad, those that do not are
+            frozen.
+        xs: a pytree with a leading axis of length n.
+        argnums: 0 for params, 1 for xs, or a tuple, as in `torch.func.grad`.
+        wrt: which leaves of params: a pytree of bools of the same structure, or of the upper part of it.
+        chunk_size: how many iterations run at once, under `torch.vmap`; None for all.
+        randomness: of vmapped chunks, as in `torch.func.vmap`.
+        run: options of the computation; see `Run`.
+
+    Returns:
+        The structure of params (or xs, or a tuple of both), every leaf with a leading axis of length n; None for leaves
+        that have no gradient.
+
+    Raises:
+        LoopTypeError: the body returns no real scalar.
+        LoopGradError: see `plg.map`.
+
+    Memory: n gradients, and one chunk; the chunks are written into one buffer. Time: n (F + B).
+
+    Example:
+        >>> import torch, pure_loopgrad as plg
+        >>> loss = lambda w, x: (w - x) ** 2 / 2
+        >>> plg.per_iteration_grads(loss, torch.tensor(0.0), torch.tensor([0.0, 2.0, 4.0, 6.0]))
+        tensor([ 0., -2., -4., -6.])
+    """
+    task = _Task.of(body, params, xs, check_argnums(argnums), wrt)
+    stacked = task.gradients(task.xs, chunk_size, randomness, run)
+    trees = task.trees(stacked)
+    return trees[argnums] if isinstance(argnums, int) else tuple(trees[i] for i in argnums)
+
+
+def fold_grads(
+    body: Body,
+    params: PyTree,
+    xs: PyTree,
+    fold: Any,
+    *,
+    transform: Transform | None = None,
+    wrt: PyTree = True,
+    chunk_size: int | None = 1,
+    randomness: Randomness = "error",
+    run: _run.Run | None = None,
+) -> Any:
+    """Folds the gradients of single iterations into statistics, without storing them.
+
+    Args:
+        body: `body(params, x) -> scalar`, one iteration's loss; see `plg.map`.
+        params: see `per_iteration_grads`.
+        xs: see `per_iteration_grads`.
+        fold: a `Fold`, or any pytree of them, of `plg.folds` or of your own; all are computed in the same pass.
+        transform: applied to the gradient of each iteration first: `plg.folds.clip_norm(1.0)`, for instance.
+        wrt: see `per_iteration_grads`.
+        chunk_size: see `per_iteration_grads`.
+        randomness: see `per_iteration_grads`.
+        run: see `per_iteration_grads`.
+
+    Returns:
+        The structure of `fold`, with each fold's result in its place.
+
+    Raises:
+        LoopTypeError: the body returns no real scalar, or a leaf of fold is no Fold.
+        LoopGradError: see `plg.map`.
+
+    Memory: one chunk's gradients, c copies of params, and what the folds keep. Time: n (F + B), and once more for a
+    fold with a second pass (`cosine_to_mean`).
+
+    Example:
+        >>> import torch, pure_loopgrad as plg
+        >>> loss = lambda w, x: (w - x) ** 2 / 2
+        >>> xs = torch.tensor([0.0, 2.0, 4.0, 6.0])
+        >>> plg.fold_grads(loss, torch.tensor(0.0), xs, {"mean": plg.folds.mean(), "norms": plg.folds.norms()})
+        {'mean': tensor(-3.), 'norms': tensor([0., 2., 4., 6.])}
+    """
+    task = _Task.of(body, params, xs, (0,), wrt)
+    folds, spec = optree.tree_flatten(fold)
+    for path, leaf in zip(spec.paths(), folds, strict=True):
+        if not isinstance(leaf, Fold):
+            raise LoopTypeError(f"fold{list(path)} is a {type(leaf).__name__}; expected a Fold, as of plg.folds")
+    results = _fold_once(task, folds, transform, chunk_size, randomness, run)
+    more = {i: f.then(r) for i, (f, r) in enumerate(zip(folds, results, strict=True)) if f.then is not None}
+    if more:
+        again = _fold_once(task, list(more.values()), transform, chunk_size, randomness, run)
+        for i, result in zip(more, again, strict=True):
+            results[i] = result
+    return spec.unflatten(results)
+
+
+def _fold_once(
+    task: _Task,
+    folds: list[Fold],
+    transform: Transform | None,
+    chunk_size: int | None,
+    randomness: Randomness,
+    run: _run.Run | None,
+) -> list[Any]:
+    """One pass."""
+    record, n = _run.current(run), task.n
+    states: list[Any] = []
+    for iterations in chunks(n, check_chunk_size(chunk_size, n)):
+        states = _folded(task, folds, states, transform, iterations, randomness, record)
+        record = replace(record, check="all" if record.check == "all" else "off")  # the first chunk was looked at
+    return [f.finish(s) for f, s in zip(folds, states, strict=True)]
+
+
+def _folded(
+    task: _Task,
+    folds: list[Fold],
+    states: list[Any],
+    transform: Transform | None,
+    iterations: range,
+    randomness: Randomness,
+    run: _run.Run,
+) -> list[Any]:
+    """One chunk; a call of its own, so that nothing refers to its gradients when the next one starts."""
+    xs = [x.narrow(0, iterations.start, len(iterations)) for x in task.xs]
+    grads = task.gradients(xs, len(iterations), randomness, run)
+    if transform is not None:
+        over = torch.func.vmap(lambda leaves: task.leaves(transform(task.trees(leaves)[0])), randomness=randomness)
+        grads = over(grads)
+    tree = task.trees(grads)[0]
+    states = states or [f.init(optree.tree_map(lambda g: g[0], tree), task.n) for f in folds]
+    return [f.update(s, tree, iterations) for f, s in zip(folds, states, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What to differentiate: the body, its inputs without graph, and which of them."""
+
+    body: Body
+    consts: list[Tensor]
+    xs: list[Tensor]
+    params: _tree.Skeleton
+    x: _tree.Skeleton
+    mask: Mask  # over consts, then xs
+    n: int
+
+    @classmethod
+    def of(cls, body: Body, params: PyTree, xs: PyTree, argnums: tuple[int, ...], wrt: PyTree) -> _Task:
+        consts, params_skeleton = _tree.split(params)
+        x_tensors, x_skeleton = _tree.split(xs)
+        chosen = _tree.split_like(wrt, params, "wrt")
+        live = any(t.requires_grad and not is_wrapped(t) for t in consts)
+        over_params = [
+            0 in argnums and bool(c) and _tree.is_differentiable(t) and (not live or t.requires_grad or is_wrapped(t))
+            for c, t in zip(chosen, consts, strict=True)
+        ]
+        over_xs = [1 in argnums and _tree.is_differentiable(t) for t in x_tensors]
+        n = _tree.leading_axis(x_tensors, x_skeleton)
+        constants, inputs = [without_graph(t) for t in consts], [without_graph(t) for t in x_tensors]
+        return cls(body, constants, inputs, params_skeleton, x_skeleton, (*over_params, *over_xs), n)
+
+    def gradients(
+        self, xs: list[Tensor], chunk_size: int | None, randomness: Randomness, run: _run.Run | None
+    ) -> list[Tensor]:
+        """The stacked gradients of some iterations, for the marked inputs."""
+        body = _GradBody(self)
+        found = map_(body, self.consts, xs, chunk_size=chunk_size, randomness=randomness, run=run)
+        return cast("list[Tensor]", found)
+
+    def trees(self, grads: list[Tensor]) -> tuple[PyTree, PyTree]:
+        """Gradients of the marked inputs in the structures of params and xs."""
+        full = put([None] * len(self.mask), self.mask, grads)
+        return self.params.fill_only(full[: len(self.consts)]), self.x.fill_only(full[len(self.consts) :])
+
+    def leaves(self, tree: PyTree) -> list[Tensor]:
+        """A gradient in the structure of params as the list of the marked ones."""
+        return [leaf for leaf in _tree.flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+@dataclass(frozen=True, eq=False)
+class _GradBody:
+    """The gradient of a body at flat inputs, as a body."""
+
+    task: _Task
+
+    @property
+    def __wrapped__(self) -> Body:
+        """What messages speak of."""
+        return self.task.body
+
+    def __call__(self, consts: list[Tensor], xs: list[Tensor]) -> list[Tensor]:
+        task, inputs = self.task, [*consts, *xs]
+
+        def value(*primals: Tensor) -> tuple[tuple[Tensor], tuple[()]]:
+            full = put(inputs, task.mask, primals)
+            out = task.body(task.params.fill(full[: len(consts)]), task.x.fill(full[len(consts) :]))
+            return (scalar(out, "the body's output"),), ()
+
+        primals = list(compress(inputs, task.mask))
+        (out,), pullback, _ = linearise(value, primals)
+        return zeros_for_none(pullback([torch.ones_like(out)], True), primals)

@@ -1,0 +1,258 @@
+"""Per-iteration gradients and folds over them, against the stored gradients of the plain loop."""
+
+from __future__ import annotations
+
+import math
+
+import optree
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pure_loopgrad as plg
+from pure_loopgrad import folds
+from tests import oracle
+from tests.memory import peak_bytes
+from tests.oracle import assert_close
+from tests.strategies import CHUNKS, cases
+
+SCALARS = ("scalar",)
+
+
+def scalar(body):
+    return lambda p, x: torch.sin(oracle.leaves(body(p, x))[0].sum())
+
+
+def stored(body, params, xs):
+    """The gradient of each iteration by its own backward, stacked; a list of the float leaves of params."""
+    rows = []
+    for i in range(oracle.length(xs)):
+        live = oracle.tree_map(
+            lambda t: t.clone().requires_grad_() if isinstance(t, torch.Tensor) and t.is_floating_point() else t, params
+        )
+        floats = [t for t in oracle.leaves(live) if t.is_floating_point()]
+        value = body(live, oracle.take(xs, i))
+        if value.requires_grad:
+            rows.append(torch.autograd.grad(value, floats, allow_unused=True, materialize_grads=True))
+        else:
+            rows.append([torch.zeros_like(t) for t in floats])
+    return [torch.stack(g) for g in zip(*rows, strict=True)]
+
+
+def flat(grads):
+    return torch.cat([g.reshape(g.shape[0], -1) for g in grads], 1)
+
+
+@given(cases(SCALARS, st.sampled_from([1, 2, 3, 7])))
+def test_per_iteration_grads(case):
+    body = scalar(case.body)
+    found = plg.per_iteration_grads(body, case.params, case.xs, chunk_size=case.chunk_size)
+    assert_close(oracle.leaves(found), stored(body, case.params, case.xs))
+    spec = optree.tree_structure(case.params, none_is_leaf=True)
+    assert optree.tree_structure(found, none_is_leaf=True) == spec
+
+
+EVERYTHING = {
+    "sum": folds.sum(),
+    "mean": folds.mean(),
+    "moments": folds.moments(),
+    "variance": folds.variance(ddof=0),
+    "norms": folds.norms(),
+    "leaf_norms": folds.leaf_norms(),
+    "gram": folds.gram(),
+    "cosine": folds.cosine_to_mean(),
+    "histogram": folds.histogram([0.0, 0.5, 1.0, 2.0, 1e9]),
+    "noise": folds.noise_scale(),
+    "top": folds.top_k(2),
+    "extrema": folds.extrema(),
+}
+
+
+@given(cases(SCALARS, st.sampled_from([2, 3, 5, 7])))
+def test_every_fold(case):
+    """Each against its definition on the stored gradients."""
+    body = scalar(case.body)
+    grads = stored(body, case.params, case.xs)
+    ones = plg.per_iteration_grads(body, case.params, case.xs)
+    along = oracle.tree_map(lambda g: torch.cos(torch.arange(g[0].numel(), dtype=g.dtype)).reshape(g[0].shape), ones)
+    fold = {**EVERYTHING, "inner": folds.inner(along)}
+    found = plg.fold_grads(body, case.params, case.xs, fold, chunk_size=case.chunk_size)
+    G, n = flat(grads), case.n
+    leaves = oracle.leaves
+    norms = G.norm(dim=1)
+    assert_close(leaves(found["sum"]), [g.sum(0) for g in grads])
+    assert_close(leaves(found["mean"]), [g.mean(0) for g in grads])
+    assert_close(leaves(found["moments"].mean), [g.mean(0) for g in grads])
+    assert_close(leaves(found["moments"].variance), [g.var(0) for g in grads])
+    assert_close(leaves(found["variance"]), [g.var(0, correction=0) for g in grads])
+    assert_close(found["norms"], norms)
+    assert_close(leaves(found["leaf_norms"]), [g.reshape(n, -1).norm(dim=1) for g in grads])
+    assert_close(found["gram"], G @ G.T)
+    assert_close(found["inner"], G @ torch.cat([d.flatten() for d in leaves(along)]))
+    scale = norms * G.mean(0).norm()
+    assert_close(found["cosine"] * scale, G @ G.mean(0))  # where a norm is rounding alone, its direction is too
+    assert found["cosine"].abs().max() <= 1 + 1e-12
+    assert found["histogram"].sum() == n
+    assert found["histogram"][0] == (norms < 0.5).sum()
+    trace = G.var(0).sum()
+    assert_close(found["noise"].trace, trace)
+    assert_close(found["noise"].squared_norm, G.mean(0).square().sum() - trace / n)
+    assert_close(found["top"].norms, norms.sort(descending=True).values[:2])
+    assert_close(norms[found["top"].iterations], found["top"].norms)
+    assert_close([leaves(e) for e in found["extrema"]], [[g.amin(0) for g in grads], [g.amax(0) for g in grads]])
+
+
+def test_case_28():
+    """CASES 28: half the mean square of x p - t, at p = 0."""
+    X, T = torch.ones(4, 1), torch.tensor([0.0, 2.0, 4.0, 6.0])
+    loss = lambda p, x: (x[0] @ p - x[1]) ** 2 / 2
+    p = torch.zeros(1)
+    assert plg.per_iteration_grads(loss, p, (X, T), chunk_size=3).flatten().tolist() == [0, -2, -4, -6]
+    found = plg.fold_grads(loss, p, (X, T), {"moments": folds.moments(0), "norms": folds.norms()}, chunk_size=3)
+    assert found["norms"].tolist() == [0, 2, 4, 6]
+    assert found["moments"].mean.item() == -3
+    assert found["moments"].variance.item() + 9 == 14
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 64, 1000])
+def test_variance_is_stable_in_float32(chunk_size):
+    """CASES 28: gradients of 1e4 plus small noise, to 1e-4 of a float64 computation in two passes."""
+    noise = torch.randn(1000, 3, generator=torch.Generator().manual_seed(0))
+    xs = 1e4 + noise
+    loss = lambda w, x: (w * x).sum()
+    found = plg.fold_grads(loss, torch.ones(3), xs, folds.variance(), chunk_size=chunk_size)
+    assert_close(found.double(), xs.double().var(0), rtol=1e-4)
+
+
+def test_half_precision_is_folded_in_float32():
+    xs = torch.full((4096,), 1.0, dtype=torch.bfloat16)
+    found = plg.fold_grads(lambda w, x: w * x, torch.ones((), dtype=torch.bfloat16), xs, folds.sum(), chunk_size=64)
+    assert found.dtype == torch.float32
+    assert found == 4096  # in bfloat16 a sum of ones stops at 256
+
+
+def network():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).double()
+    body, params = plg.from_module(net)
+    xs = torch.randn(10, 5, dtype=torch.float64), torch.randint(0, 3, (10,))
+    return (lambda p, x: torch.nn.functional.cross_entropy(body(p, x[0]), x[1])), params, xs
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 10])
+def test_dp_sgd(chunk_size):
+    """The sum of clipped gradients by Opacus' formula: each times min(1, limit / (norm + 1e-6))."""
+    loss, params, xs = network()
+    grads = stored(loss, params, xs)
+    norms = flat(grads).norm(dim=1)
+    factors = (0.5 / (norms + 1e-6)).clamp(max=1.0)
+    ref = [torch.einsum("n,n...->...", factors, g) for g in grads]
+    clip = folds.clip_norm(0.5)
+    found = plg.fold_grads(loss, params, xs, folds.sum(), transform=clip, chunk_size=chunk_size)
+    assert_close(oracle.leaves(found), ref)
+    assert (factors < 1).any()
+    norms = plg.fold_grads(loss, params, xs, folds.norms(), transform=clip, chunk_size=chunk_size)
+    assert norms.max() <= 0.5
+    noisy = folds.noisy_sum(2.0, torch.Generator().manual_seed(3))
+    again = folds.noisy_sum(2.0, torch.Generator().manual_seed(3))
+    a, b = (plg.fold_grads(loss, params, xs, f, transform=clip, chunk_size=chunk_size) for f in (noisy, again))
+    assert_close(a, b)
+    noise = torch.cat([(x - y).flatten() for x, y in zip(oracle.leaves(a), ref, strict=True)])
+    assert 1.5 < noise.std() < 2.5
+
+
+def test_leaf_clipping():
+    loss, params, xs = network()
+    found = plg.fold_grads(loss, params, xs, folds.leaf_norms(), transform=folds.clip_leaf_norms(0.1), chunk_size=4)
+    assert all(n.max() <= 0.1 for n in oracle.leaves(found))
+
+
+def test_argnums_and_wrt():
+    loss, params, (xs, labels) = network()
+    body = lambda p, x: loss({**params, **p}, (x[0], x[1])) * p["1"].sum() if "1" in p else loss(p, x)
+    both = plg.per_iteration_grads(loss, params, (xs, labels), argnums=(0, 1), chunk_size=4)
+    ref = torch.func.vmap(torch.func.grad(lambda x, t: loss(params, (x, t))))(xs, labels)
+    assert_close(both[1][0], ref.detach())
+    assert both[1][1] is None
+    only = plg.per_iteration_grads(loss, params, (xs, labels), wrt={k: k.endswith("bias") for k in params})
+    assert [k for k, g in only.items() if g is not None] == ["0.bias", "2.bias"]
+    assert_close(only["0.bias"], both[0]["0.bias"])
+    with pytest.raises(plg.LoopGradError, match="wrt is no upper part"):
+        plg.per_iteration_grads(loss, params, (xs, labels), wrt={"nothing": True})
+    assert body is not None
+
+
+def test_results_carry_no_graph_and_frozen_leaves_get_none():
+    loss, params, xs = network()
+    params["0.weight"].requires_grad_(False)
+    found = plg.per_iteration_grads(loss, params, xs)
+    assert found["0.weight"] is None
+    assert not any(g.requires_grad for g in oracle.leaves(found))
+
+
+@given(st.sampled_from([1, 2, 5]), CHUNKS)
+def test_under_transforms(n, chunk_size):
+    """An ensemble's gradients by vmap, and the derivative of a statistic."""
+    xs = torch.linspace(-1, 1, n, dtype=torch.float64)[:, None] * torch.arange(1.0, 4.0, dtype=torch.float64)
+    loss = lambda w, x: torch.sin(w * x).sum()
+    ws = torch.randn(4, 3, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+    found = torch.func.vmap(lambda w: plg.per_iteration_grads(loss, w, xs, chunk_size=chunk_size))(ws)
+    ref = torch.stack([torch.stack([x * torch.cos(w * x) for x in xs]) for w in ws])
+    assert_close(found, ref)
+    fold = {"sum": folds.sum(), "norms": folds.norms()}
+    found = torch.func.vmap(lambda w: plg.fold_grads(loss, w, xs, fold, chunk_size=chunk_size))(ws)
+    assert_close(found, {"sum": ref.sum(1), "norms": ref.norm(dim=2)})
+    total = lambda w: plg.fold_grads(loss, w, xs, folds.norms(), chunk_size=chunk_size).square().sum()
+    plain = lambda w: sum((x * torch.cos(w * x)).square().sum() for x in xs)
+    assert_close(torch.func.grad(total)(ws[0]), torch.func.grad(plain)(ws[0]))
+
+
+def test_a_fold_of_ones_own():
+    """How many gradients point along the first axis more than not."""
+    fold = folds.Fold(
+        lambda grad, n: torch.zeros((), dtype=torch.int64),
+        lambda state, g, iterations: state + (g[:, 0] > 0).sum(),
+        lambda state: state,
+    )
+    xs = torch.tensor([[1.0, 2.0], [-1.0, 0.0], [3.0, 1.0]])
+    assert plg.fold_grads(lambda w, x: w @ x, torch.ones(2), xs, {"mine": fold}, chunk_size=2) == {"mine": 2}
+
+
+def test_what_is_refused():
+    xs = torch.ones(3, 2)
+    with pytest.raises(TypeError, match=r"fold\['a'\] is a int; expected a Fold"):
+        plg.fold_grads(lambda w, x: w @ x, torch.ones(2), xs, {"a": 3})
+    with pytest.raises(TypeError, match=r"the body's output has shape \(2,\)"):
+        plg.per_iteration_grads(lambda w, x: w * x, torch.ones(2), xs)
+    with pytest.raises(ValueError, match="a variance needs at least 2 iterations, not 1"):
+        plg.fold_grads(lambda w, x: w @ x, torch.ones(2), xs[:1], folds.variance())
+
+
+@pytest.mark.parametrize("fold", ["moments and norms", "noise"])
+def test_four_copies_of_the_parameters(fold):
+    """Variance and norms of the gradients of a model of 1,000,000 parameters, in one leaf: the worst case."""
+    W = torch.randn(1000, 1000) / 30
+    xs = torch.randn(4096, 1000)
+    picked = {"moments and norms": (folds.moments(), folds.norms()), "noise": (folds.noise_scale(),)}[fold]
+    n = 64  # 4,096 take a minute and the same memory
+    loss = lambda w, x: torch.tanh(w @ x).sum()
+    assert peak_bytes(lambda: plg.fold_grads(loss, W, xs[:n], picked)) <= 4.1 * W.nbytes
+
+
+def test_stacked_gradients_are_written_once():
+    """The result, and one chunk's gradients; a final cat would need twice the result."""
+    W, xs = torch.randn(64, 64), torch.randn(64, 64)
+    loss = lambda w, x: torch.tanh(w @ x).sum()
+    ours = peak_bytes(lambda: plg.per_iteration_grads(loss, W, xs, chunk_size=8))
+    assert ours <= (64 + 2.5 * 8) * W.nbytes
+    peer = torch.func.vmap(torch.func.grad(loss), (None, 0), chunk_size=8)
+    assert ours < 0.7 * peak_bytes(lambda: peer(W, xs))
+
+
+def test_clipping_at_zero_norm():
+    found = plg.fold_grads(
+        lambda w, x: w @ x, torch.ones(2), torch.zeros(3, 2), folds.sum(), transform=folds.clip_norm(1.0)
+    )
+    assert found.tolist() == [0, 0]
+    assert math.isfinite(found.sum())
