@@ -28,4 +28,5 @@ from pure_loopgrad.ensembles import unstack_params as unstack_params
 from pure_loopgrad.errors import LoopGradError as LoopGradError
 from pure_loopgrad.experiments import fold_grads as fold_grads
 from pure_loopgrad.experiments import per_iteration_grads as per_iteration_grads
+from pure_loopgrad.planning import plan as plan
 from pure_loopgrad.sampling import subsample as subsample

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pure_loopgrad._body import accumulation_dtype
+from pure_loopgrad._shapes import is_fake
 from pure_loopgrad._user import Tensors
 
 
@@ -112,14 +113,18 @@ def own(tensors: Sequence[Tensor], inputs: Tensors) -> list[Tensor]:
     An autograd.Function must not return such a tensor, forward mode writes into what it gets, and a caller who changes
     one in place expects no other to move.
     """
-    taken = {t.untyped_storage().data_ptr() for t in inputs}
+    taken = {_address(t) for t in inputs}
     result = []
     for t in tensors:
-        pointer = t.untyped_storage().data_ptr()
+        pointer = _address(t)
         shared = pointer in taken and pointer != 0
         result.append(t.clone() if shared or _is_expanded(t) else t)
         taken.add(pointer)
     return result
+
+
+def _address(t: Tensor) -> int:
+    return 0 if is_fake(t) else t.untyped_storage().data_ptr()
 
 
 def _is_expanded(t: Tensor) -> bool:

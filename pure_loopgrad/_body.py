@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from pure_loopgrad._user import Tensors, UserBody
 from pure_loopgrad.errors import LoopGradError, LoopTypeError, LoopValueError, add_note
 
 Randomness = Literal["error", "different", "same"]
+ChunkSize: TypeAlias = "int | Literal['auto'] | None"
 VMAP_ADVICE = (
     "with chunk_size > 1 the body runs under torch.vmap. If torch cannot batch it (writing in place into a fresh "
     "tensor, .item(), control flow on data, an op without a batching rule), use chunk_size=1, or batched=True with a "
@@ -168,7 +169,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.int64 if dtype == torch.bool else dtype
 
 
-def check_chunk_size(chunk_size: int | None, n: int) -> int:
+def check_chunk_size(chunk_size: ChunkSize, n: int) -> int:
     """The number of iterations in a chunk; None is all of them.
 
     Raises:

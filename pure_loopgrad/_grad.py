@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from pure_loopgrad import _run, _tree
-from pure_loopgrad._body import Randomness
+from pure_loopgrad._body import ChunkSize, Randomness
 from pure_loopgrad._derived import Mask, put
 from pure_loopgrad._eager import eager
 from pure_loopgrad._levels import is_wrapped, without_graph
 from pure_loopgrad._loop import pull_back_loop
 from pure_loopgrad._loss import Gradients, Loss, pull_back_loss
+from pure_loopgrad._measure import resolved
 from pure_loopgrad._onepass import OnePassBody, contract
 from pure_loopgrad._reduce import Body, Options, Prepared, Reduce, Weights, prepare
 from pure_loopgrad._tree import PyTree
@@ -39,7 +40,7 @@ def vjp(
     reduce: Reduce = "stack",
     weights: Weights = None,
     grad_weights: Weights = None,
-    chunk_size: int | None = 1,
+    chunk_size: ChunkSize = 1,
     batched: bool = False,
     randomness: Randomness = "error",
     run: _run.Run | None = None,
@@ -97,7 +98,7 @@ def value_and_grad(
     argnums: Argnums = 0,
     weights: Weights = None,
     grad_weights: Weights = None,
-    chunk_size: int | None = 1,
+    chunk_size: ChunkSize = 1,
     batched: bool = False,
     randomness: Randomness = "error",
     plan: Plan = "auto",
@@ -219,7 +220,7 @@ def _prepare_without_graph(
     """
     if isinstance(options.weights, Tensor):
         options = replace(options, weights=without_graph(options.weights))
-    prepared = prepare(body, params, xs, options)
+    prepared = prepare(body, params, xs, resolved(body, params, xs, options))
     live = any(t.requires_grad and not is_wrapped(t) for t in prepared.consts)
     over_params = [
         0 in argnums and _tree.is_differentiable(t) and (not live or t.requires_grad or is_wrapped(t))

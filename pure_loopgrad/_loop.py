@@ -141,6 +141,8 @@ def _run(loop: Loop, consts: Tensors, xs: Tensors) -> tuple[list[Tensor], list[T
             rng.start(i)
             _add_chunk(loop, outputs, consts, xs)
             rng.finish(i)
+            if loop.trace.progress is not None and loop.n == loop.trace.n:  # a part of a scan reports its steps itself
+                loop.trace.progress(iterations.stop, loop.n, loop.body.what)
     loop.trace.draws = loop.trace.draws or bool(loop.tape.states)
     refuse_changed_inputs(versions, (*consts, *xs))
     return outputs.finish((*consts, *xs))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from pure_loopgrad._body import Randomness
+from pure_loopgrad._body import ChunkSize, Randomness
 from pure_loopgrad._eager import eager
+from pure_loopgrad._measure import resolved
 from pure_loopgrad._reduce import Body, Options, Weights, prepare
 from pure_loopgrad._run import Run
 from pure_loopgrad._tree import PyTree
@@ -16,7 +17,7 @@ def map(
     xs: PyTree,
     *,
     grad_weights: Weights = None,
-    chunk_size: int | None = 1,
+    chunk_size: ChunkSize = 1,
     batched: bool = False,
     randomness: Randomness = "error",
     run: Run | None = None,
@@ -34,7 +35,8 @@ def map(
         xs: a pytree whose tensors have a leading axis of length n; one entry an iteration. Other leaves are shared.
         grad_weights: n numbers or bools that scale each iteration's contribution to any derivative, and nothing in the
             values. Where one is zero (and, with chunks, all of the chunk), no derivative is computed.
-        chunk_size: how many iterations run at once, under `torch.vmap`; None for all. The last chunk is smaller.
+        chunk_size: how many iterations run at once, under `torch.vmap`; None for all, `"auto"` for what fits the memory
+            (see `plg.plan`). The last chunk is smaller.
         batched: the body takes a whole chunk (every x with a leading axis) and returns ys with that axis.
         randomness: of random numbers in vmapped chunks, as in `torch.func.vmap`.
         run: options of the computation; see `Run`.
@@ -70,7 +72,7 @@ def sum(
     xs: PyTree,
     *,
     grad_weights: Weights = None,
-    chunk_size: int | None = 1,
+    chunk_size: ChunkSize = 1,
     batched: bool = False,
     randomness: Randomness = "error",
     run: Run | None = None,
@@ -112,7 +114,7 @@ def mean(
     *,
     weights: Weights = None,
     grad_weights: Weights = None,
-    chunk_size: int | None = 1,
+    chunk_size: ChunkSize = 1,
     batched: bool = False,
     randomness: Randomness = "error",
     run: Run | None = None,
@@ -150,5 +152,5 @@ def mean(
 
 
 def _reduced(body: Body, params: PyTree, xs: PyTree, options: Options) -> PyTree:
-    prepared = prepare(body, params, xs, options)
+    prepared = prepare(body, params, xs, resolved(body, params, xs, options))
     return prepared.finish(prepared.run())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pure_loopgrad import _run, _tree
-from pure_loopgrad._body import Chunk, Randomness, check_chunk_size
+from pure_loopgrad._body import Chunk, ChunkSize, Randomness, check_chunk_size
 from pure_loopgrad._levels import is_wrapped
 from pure_loopgrad._loop import Loop
 from pure_loopgrad._trace import Trace, first_pass_checked
@@ -30,7 +30,7 @@ class Options:
     reduce: Reduce = "stack"
     weights: Weights = None
     grad_weights: Weights = None
-    chunk_size: int | None = 1
+    chunk_size: ChunkSize = 1
     batched: bool = False
     randomness: Randomness = "error"
     run: _run.Run | None = None

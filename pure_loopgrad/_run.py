@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pure_loopgrad._offload import Offload, check_offload
+from pure_loopgrad._progress import Progress, reporter
 from pure_loopgrad._rng import source_of
 from pure_loopgrad.errors import LoopValueError
 
@@ -42,6 +43,10 @@ class Run:
             torch.Generator (those in params and xs are replayed anyway), a numpy Generator or RandomState, a
             random.Random, or the modules `random` and `numpy.random` for their global ones.
         nonfinite: see `debug_nonfinite`.
+        memory_budget: bytes that a loop with `chunk_size="auto"` may take beyond its inputs; by default half of the
+            memory that is free.
+        progress: True for bars (with the extra `progress`), or a function that is called as `(done, n, what)` after
+            each chunk or step, `what` being `"forward pass"`, `"vjp"` or `"jvp"`.
 
     Example:
         >>> import torch, pure_loopgrad as plg
@@ -58,6 +63,8 @@ class Run:
     offload: Offload = None
     generators: tuple[Any, ...] = ()
     nonfinite: Literal["ignore", "raise"] = "ignore"
+    memory_budget: int | None = None
+    progress: bool | Progress = False
 
     def __post_init__(self) -> None:
         if self.check not in ("off", "first", "all"):
@@ -67,9 +74,16 @@ class Run:
         check_offload(self.offload)
         for generator in self.generators:
             source_of(generator)
+        if self.memory_budget is not None and self.memory_budget < 0:
+            raise LoopValueError(f"memory_budget={self.memory_budget}: expected a number of bytes")
 
 
 _current: ContextVar[Run] = ContextVar("pure_loopgrad_run", default=Run())  # noqa: B039  # it is frozen
+
+
+def reports_of(run: Run) -> Progress | None:
+    """Where a call reports its progress."""
+    return reporter() if run.progress is True else run.progress or None
 
 
 def current(given: Run | None) -> Run:

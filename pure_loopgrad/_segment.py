@@ -21,6 +21,7 @@ from pure_loopgrad import _tree
 from pure_loopgrad._accumulate import Stack, Sum
 from pure_loopgrad._body import Labels
 from pure_loopgrad._derived import Mask, linearise, put, zeros_for_none
+from pure_loopgrad._effects import recomputing
 from pure_loopgrad._levels import active_levels, is_recorded
 from pure_loopgrad._loop import Loop
 from pure_loopgrad._nonfinite import check_derivative
@@ -85,7 +86,10 @@ class Segment:
     def _run_step(self, i: int, params: Tensors, carry: Tensors, xs: Tensors) -> list[Tensor]:
         trace = self.step.trace
         trace.iterations = range(self.start + i, self.start + i + 1)
-        return self.step(*params, *carry, *(x.select(0, self._at(i)) for x in xs))
+        outs = self.step(*params, *carry, *(x.select(0, self._at(i)) for x in xs))
+        if trace.progress is not None and not recomputing():
+            trace.progress(self.start + i + 1, trace.n, self.what)
+        return outs
 
     def _streamed(self, params: list[Tensor], carry: list[Tensor], xs: list[Tensor]) -> list[Tensor]:
         ys: list[Stack] = []
@@ -213,6 +217,8 @@ class _Backward:
         self.dcarry = [next(grads) if f else None for f in self.floats]
         for stack in self.dxs:
             stack.add(range(at, at + 1), next(grads).unsqueeze(0))
+        if segment.step.trace.progress is not None:
+            segment.step.trace.progress(segment.step.trace.n - segment.start - i, segment.step.trace.n, "vjp")
 
     def _check_finite(self, mask: Mask, grads: list[Tensor], inputs: Tensors, given: list[Tensor | None]) -> None:
         step = self.segment.step

@@ -13,9 +13,10 @@ from pure_loopgrad import _tree
 from pure_loopgrad._ambient import Ambient
 from pure_loopgrad._effects import Effects, recomputing
 from pure_loopgrad._levels import active_levels, draws_for_nobody
+from pure_loopgrad._progress import Progress
 from pure_loopgrad._purity import FirstSight, foreign_draws_refused
 from pure_loopgrad._rng import Sources, is_generator, moved
-from pure_loopgrad._run import Check, Run
+from pure_loopgrad._run import Check, Run, reports_of
 from pure_loopgrad._shapes import Meta
 from pure_loopgrad.errors import LoopValueError
 
@@ -29,6 +30,7 @@ class Trace:
     grad_mode: bool
     check: Check
     debug_nonfinite: bool
+    progress: Progress | None
     n: int  # iterations of the whole loop, for messages
     outputs: _tree.Skeleton | None = None
     shapes: list[Meta] = field(default_factory=list)  # of one iteration's outputs
@@ -43,9 +45,8 @@ class Trace:
         """A trace for a call that starts here and now."""
         given = [leaf for skeleton in skeletons for leaf in skeleton.static if is_generator(leaf)]
         sources = Sources.of(tensors, [*given, *run.generators])
-        return cls(
-            sources, Ambient.capture(sources.devices), torch.is_grad_enabled(), run.check, run.nonfinite == "raise", n
-        )
+        ambient, debug = Ambient.capture(sources.devices), run.nonfinite == "raise"
+        return cls(sources, ambient, torch.is_grad_enabled(), run.check, debug, reports_of(run), n)
 
     @property
     def checking(self) -> bool:
