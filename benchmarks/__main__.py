@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from rich.progress import track
 
-WORKLOADS = ["feature_stack", "carry"]
+WORKLOADS = ["feature_stack", "carry", "per_iteration"]
 RESULTS = Path(__file__).parent / "results"
 # For memory, malloc gives freed blocks of this size back at once, so that the peak is that of the program and repeats.
 # For time, it keeps them: else page faults come and go with the order of allocations, and are a third of the noise.

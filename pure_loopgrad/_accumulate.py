@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +12,19 @@ from torch import Tensor
 from pure_loopgrad._body import accumulation_dtype
 from pure_loopgrad._shapes import is_fake
 from pure_loopgrad._user import Tensors
+
+
+class Consumer(Protocol):
+    """What takes a loop's chunks, in order."""
+
+    def add(self, iterations: range, sums: Tensors, stacks: Tensors) -> None:
+        """One chunk."""
+
+    def leave_out(self, iterations: range) -> None:
+        """A chunk whose terms are zero."""
+
+    def totals(self) -> list[Tensor]:
+        """The sums so far."""
 
 
 @dataclass
@@ -38,6 +52,10 @@ class Outputs:
     def leave_out(self, iterations: range) -> None:
         """Notes a chunk whose terms are zero."""
         self.left_out.append(iterations)
+
+    def totals(self) -> list[Tensor]:
+        """The sums so far, rounded to the dtype of their terms."""
+        return [s.value() for s in self.sums]
 
     def finish(self, inputs: Tensors) -> tuple[list[Tensor], list[Tensor]]:
         """The results, none of which shares memory with an input or with another result."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pure_loopgrad import _effects, _tree
-from pure_loopgrad._accumulate import Outputs, with_storage
+from pure_loopgrad._accumulate import Consumer, Outputs, with_storage
 from pure_loopgrad._body import ChunkBody
 from pure_loopgrad._capture import version_of
 from pure_loopgrad._derived import JvpBody, Mask, VjpBody, VmapBody, put, user_inputs_batched
@@ -130,6 +130,12 @@ def _run(loop: Loop, consts: Tensors, xs: Tensors) -> tuple[list[Tensor], list[T
         outlines = loop.body.outline(consts, xs)
         return [m.zeros() for m in outlines[0]], [m.zeros() for m in outlines[1]]
     outputs = Outputs(loop.n)
+    stream(loop, consts, xs, outputs)
+    return outputs.finish((*consts, *xs))
+
+
+def stream(loop: Loop, consts: Tensors, xs: Tensors, outputs: Consumer) -> None:
+    """Runs the chunks in order and hands each over, to be added up, stacked or folded."""
     versions = [version_of(t) for t in (*consts, *xs)]
     random_numbers = loop.tape.recording if loop.first_pass else loop.tape.replaying
     with _effects.running(loop.trace, recomputation=not loop.first_pass), random_numbers(loop.trace.sources) as rng:
@@ -145,11 +151,10 @@ def _run(loop: Loop, consts: Tensors, xs: Tensors) -> tuple[list[Tensor], list[T
                 loop.trace.progress(iterations.stop, loop.n, loop.body.what)
     loop.trace.draws = loop.trace.draws or bool(loop.tape.states)
     refuse_changed_inputs(versions, (*consts, *xs))
-    return outputs.finish((*consts, *xs))
 
 
 def _refuse_nonfinite(
-    loop: Loop, consts: Tensors, xs: Tensors, found: tuple[Tensors, Tensors], outputs: Outputs
+    loop: Loop, consts: Tensors, xs: Tensors, found: tuple[Tensors, Tensors], outputs: Consumer
 ) -> None:
     """Of the chunk that has just run. What the user's body returns has been looked at already."""
     labels, iterations = loop.body.labels(), loop.trace.iterations
@@ -167,8 +172,7 @@ def _refuse_nonfinite(
         inputs = dict(zip(names, [*consts, *(x[iterations.start : iterations.stop] for x in xs)], strict=True))
         phase = "forward mode" if loop.body.what == "jvp" else "backward"
         check_derivative(iterations, phase, named, rerun, inputs)
-    totals = [s.value() for s in outputs.sums]
-    check_sums(iterations[-1], list(zip(labels.sums, totals, strict=True)))
+    check_sums(iterations[-1], list(zip(labels.sums, outputs.totals(), strict=True)))
 
 
 def chunks(n: int, size: int) -> Iterator[range]:
@@ -176,7 +180,7 @@ def chunks(n: int, size: int) -> Iterator[range]:
     return (range(start, min(start + size, n)) for start in range(0, n, size))
 
 
-def _add_chunk(loop: Loop, outputs: Outputs, consts: Tensors, xs: Tensors) -> None:
+def _add_chunk(loop: Loop, outputs: Consumer, consts: Tensors, xs: Tensors) -> None:
     """A call of its own, so that nothing refers to a chunk when the next one starts."""
     found = _run_chunk(loop, consts, xs)
     outputs.add(loop.trace.iterations, *found)

@@ -15,7 +15,7 @@ from pure_loopgrad._levels import active_levels
 from pure_loopgrad._tree import PyTree
 from pure_loopgrad.errors import LoopValueError
 
-BLOCK = 2**13  # entries of a leaf that are looked at together, where temporaries would be as large as the leaf
+BLOCK = 2**13  # entries that are looked at together, so that what is made on the way is small
 
 
 class Moments(NamedTuple):
@@ -138,11 +138,12 @@ def _spread(finish: Callable[[_Spread], Any], keep: Callable[[Tensor], Tensor]) 
 def _merged(
     first: Tensor, mean: Tensor, squares: Tensor, g: Tensor, total: int, keep: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """One leaf; in blocks, so that what is made on the way is small beside the leaf."""
+    """One leaf, block by block."""
     if active_levels() > 0:
         return _merged_block(first, mean, squares, g, total, keep)
-    for at in range(0, mean.numel(), BLOCK):
-        block = slice(at, at + BLOCK)
+    size = min(BLOCK, max(2**10, 16 * BLOCK // g.shape[0]))
+    for at in range(0, mean.numel(), size):
+        block = slice(at, at + size)
         _merged_block(first[block], mean[block], squares[block] if squares.dim() else squares, g[:, block], total, keep)
     return mean, squares
 
@@ -150,16 +151,25 @@ def _merged(
 def _merged_block(
     first: Tensor, mean: Tensor, squares: Tensor, g: Tensor, total: int, keep: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Chan's update by a chunk of gradients, the last of `total`."""
+    """Adds a chunk of gradients, the last of `total`.
+
+    With d the distances from the mean so far and S the sum of d: the mean moves by S / total, and the sum of squared
+    distances from it grows by sum d^2 - S^2 / total. Taken are the distances from the mean as rounded, at `centre`, so
+    that one subtraction does; what rounding has left out is put right afterwards.
+    """
     size = g.shape[0]
-    shifted = g.to(mean.dtype) - first
-    if size == 1:
-        delta = shifted[0] - mean
-    else:
-        within, centre = torch.var_mean(shifted, 0, correction=0)
-        squares = added(squares, keep(within), size)
-        delta = centre - mean
-    return added(mean, delta, size / total), added(squares, keep(_square(delta)), (total - size) * size / total)
+    centre = first + mean
+    left_out = (first - centre) + mean
+    d = g.to(mean.dtype) - centre
+    s = d.sum(0)
+    d = d.square_() if active_levels() == 0 and not d.is_complex() else _square(d)
+    moved = s - size * left_out
+    grown = d.sum(0) - _product(left_out, s + moved) - _square(moved) / total
+    return added(mean, moved, 1 / total), added(squares, keep(grown))
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    return (a.conj() * b).real if a.is_complex() else a * b
 
 
 def _square(t: Tensor) -> Tensor:

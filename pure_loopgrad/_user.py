@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ class UserBody:
     args: tuple[_tree.Skeleton, ...]  # the skeletons of params and of one x (or of a chunk of them)
     trace: Trace
     leading: int = 0  # how many leading axes of the outputs may differ from call to call
+    __name__: ClassVar[str] = "body"  # torch.vmap asks for it at each call, and would take the repr of all this
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         trace = self.trace

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, TypeAlias, cast
 
@@ -15,11 +15,12 @@ from pure_loopgrad import _run, _tree
 from pure_loopgrad._body import Randomness, check_chunk_size
 from pure_loopgrad._derived import Mask, linearise, put, zeros_for_none
 from pure_loopgrad._grad import Argnums, check_argnums
-from pure_loopgrad._levels import is_wrapped, without_graph
-from pure_loopgrad._loop import chunks
+from pure_loopgrad._levels import active_levels, is_wrapped, without_graph
+from pure_loopgrad._loop import chunks, stream
 from pure_loopgrad._loss import scalar
 from pure_loopgrad._map import map as map_
-from pure_loopgrad._reduce import Body
+from pure_loopgrad._reduce import Body, Options, prepare
+from pure_loopgrad._trace import first_pass_checked
 from pure_loopgrad._tree import PyTree
 from pure_loopgrad.errors import LoopTypeError
 from pure_loopgrad.folds import Fold
@@ -138,32 +139,50 @@ def _fold_once(
     run: _run.Run | None,
 ) -> list[Any]:
     """One pass."""
-    record, n = _run.current(run), task.n
-    states: list[Any] = []
-    for iterations in chunks(n, check_chunk_size(chunk_size, n)):
-        states = _folded(task, folds, states, transform, iterations, randomness, record)
-        record = replace(record, check="all" if record.check == "all" else "off")  # the first chunk was looked at
-    return [f.finish(s) for f, s in zip(folds, states, strict=True)]
+    record, size = _run.current(run), check_chunk_size(chunk_size, task.n)
+    folding = _Folding(task, folds, transform, randomness)
+    if active_levels() == 0:
+        prepared = prepare(_GradBody(task), task.consts, task.xs, Options("stack", None, None, size, run=record))
+        loop = replace(prepared.loop, body=replace(prepared.chunk, randomness=randomness))
+        with torch.no_grad(), first_pass_checked(loop.trace, prepared.inputs):
+            stream(loop, prepared.consts, prepared.xs, folding)
+        return folding.finish()
+    for its in chunks(task.n, size):  # one loop a chunk, whose derivative is a loop again
+        xs = [x.narrow(0, its.start, len(its)) for x in task.xs]
+        folding.add(its, (), task.gradients(xs, len(its), randomness, record))
+    return folding.finish()
 
 
-def _folded(
-    task: _Task,
-    folds: list[Fold],
-    states: list[Any],
-    transform: Transform | None,
-    iterations: range,
-    randomness: Randomness,
-    run: _run.Run,
-) -> list[Any]:
-    """One chunk; a call of its own, so that nothing refers to its gradients when the next one starts."""
-    xs = [x.narrow(0, iterations.start, len(iterations)) for x in task.xs]
-    grads = task.gradients(xs, len(iterations), randomness, run)
-    if transform is not None:
-        over = torch.func.vmap(lambda leaves: task.leaves(transform(task.trees(leaves)[0])), randomness=randomness)
-        grads = over(grads)
-    tree = task.trees(grads)[0]
-    states = states or [f.init(optree.tree_map(lambda g: g[0], tree), task.n) for f in folds]
-    return [f.update(s, tree, iterations) for f, s in zip(folds, states, strict=True)]
+@dataclass
+class _Folding:
+    """Takes the chunks of a loop over gradients; holds the folds' states."""
+
+    task: _Task
+    folds: list[Fold]
+    transform: Transform | None
+    randomness: Randomness
+    states: list[Any] = field(default_factory=list)
+
+    def add(self, iterations: range, sums: Sequence[Tensor], stacks: Sequence[Tensor]) -> None:
+        """Updates every fold by one chunk."""
+        task, transform, grads = self.task, self.transform, list(stacks)
+        if transform is not None:
+            one = lambda leaves: task.leaves(transform(task.trees(leaves)[0]))  # noqa: E731  # for vmap alone
+            grads = torch.func.vmap(one, randomness=self.randomness)(grads)
+        tree = task.trees(grads)[0]
+        states = self.states or [f.init(optree.tree_map(lambda g: g[0], tree), task.n) for f in self.folds]
+        self.states = [f.update(s, tree, iterations) for f, s in zip(self.folds, states, strict=True)]
+
+    def leave_out(self, iterations: range) -> None:
+        """Never asked: nothing weighs these gradients."""
+
+    def totals(self) -> list[Tensor]:
+        """Nothing is added up here."""
+        return []
+
+    def finish(self) -> list[Any]:
+        """The results."""
+        return [f.finish(s) for f, s in zip(self.folds, self.states, strict=True)]
 
 
 @dataclass(frozen=True)
