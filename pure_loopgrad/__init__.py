@@ -23,10 +23,12 @@ from pure_loopgrad._while import while_loop as while_loop
 from pure_loopgrad.averaging import ema as ema
 from pure_loopgrad.averaging import recompute_statistics as recompute_statistics
 from pure_loopgrad.averaging import swa as swa
+from pure_loopgrad.ensembles import average_members as average_members
 from pure_loopgrad.ensembles import stack_params as stack_params
 from pure_loopgrad.ensembles import unstack_params as unstack_params
 from pure_loopgrad.errors import LoopGradError as LoopGradError
 from pure_loopgrad.experiments import fold_grads as fold_grads
+from pure_loopgrad.experiments import grad_stats as grad_stats
 from pure_loopgrad.experiments import per_iteration_grads as per_iteration_grads
 from pure_loopgrad.planning import plan as plan
 from pure_loopgrad.sampling import subsample as subsample

@@ -80,12 +80,12 @@ def noise_scale() -> Fold:
     def finish(state: _Spread) -> NoiseScale:
         _at_least(state.count, 2, "a noise scale")
         trace = torch.stack([t.double() for t in state.squares]).sum() / (state.count - 1)
-        return _noise_scale_of(state.true_means(), trace, state.count)
+        return noise_scale_of(state.true_means(), trace, state.count)
 
     return _spread(finish, lambda squares: squares.sum().double())
 
 
-def _noise_scale_of(centre: list[Tensor], trace: Tensor, n: int) -> NoiseScale:
+def noise_scale_of(centre: list[Tensor], trace: Tensor, n: int) -> NoiseScale:
     """From the mean of n gradients and the trace of their covariance; a mean's square holds a share of the noise."""
     squared = torch.stack([torch.linalg.vector_norm(c).double().square() for c in centre]).sum() - trace / n
     return NoiseScale(trace / squared, trace, squared)
@@ -141,7 +141,7 @@ def _merged(
     """One leaf, block by block."""
     if active_levels() > 0:
         return _merged_block(first, mean, squares, g, total, keep)
-    size = min(BLOCK, max(2**10, 16 * BLOCK // g.shape[0]))
+    size = BLOCK if g.shape[0] == 1 else max(BLOCK, mean.numel() // 4)
     for at in range(0, mean.numel(), size):
         block = slice(at, at + size)
         _merged_block(first[block], mean[block], squares[block] if squares.dim() else squares, g[:, block], total, keep)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from pure_loopgrad import _tree
+from pure_loopgrad._body import accumulation_dtype
 from pure_loopgrad._tree import PyTree
 from pure_loopgrad.errors import LoopValueError
 
@@ -67,3 +69,39 @@ def unstack_params(stacked: PyTree) -> list[PyTree]:
     tensors, skeleton = _tree.split(stacked)
     n = _tree.leading_axis(tensors, skeleton, "stacked")
     return [skeleton.fill([t[i] for t in tensors]) for i in range(n)]
+
+
+def average_members(stacked: PyTree, weights: Sequence[float] | None = None) -> PyTree:
+    """The average of an ensemble's members, in float32 for half precision.
+
+    Args:
+        stacked: a pytree whose tensors have one leading axis, as of `stack_params`.
+        weights: one number a member; equal ones if None.
+
+    Returns:
+        The structure and dtypes of one member; leaves of integers and bools are those of the first.
+
+    Raises:
+        LoopValueError: another number of weights than members, or weights that add up to zero.
+
+    Memory: one member.
+
+    Example:
+        >>> import torch, pure_loopgrad as plg
+        >>> plg.average_members({"w": torch.tensor([1.0, 2.0, 6.0])})
+        {'w': tensor(3.)}
+    """
+    tensors, skeleton = _tree.split(stacked)
+    n = _tree.leading_axis(tensors, skeleton, "stacked")
+    w = torch.ones(n, dtype=torch.float64) if weights is None else torch.as_tensor(weights, dtype=torch.float64)
+    if w.shape != (n,) or w.sum() == 0:
+        raise LoopValueError(f"weights {w.tolist()} for {n} members: expected one each, that do not add up to zero")
+    return skeleton.fill([_averaged(t, w / w.sum()) for t in tensors])
+
+
+def _averaged(t: Tensor, weights: Tensor) -> Tensor:
+    if not _tree.is_differentiable(t):
+        return t[0]
+    wide = t.to(accumulation_dtype(t.dtype))
+    mean: Tensor = torch.tensordot(weights.to(wide), wide, dims=1)
+    return mean.to(t.dtype)

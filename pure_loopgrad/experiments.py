@@ -19,11 +19,12 @@ from pure_loopgrad._levels import active_levels, is_wrapped, without_graph
 from pure_loopgrad._loop import chunks, stream
 from pure_loopgrad._loss import scalar
 from pure_loopgrad._map import map as map_
+from pure_loopgrad._moments import NoiseScale, moments, noise_scale_of
 from pure_loopgrad._reduce import Body, Options, prepare
 from pure_loopgrad._trace import first_pass_checked
 from pure_loopgrad._tree import PyTree
 from pure_loopgrad.errors import LoopTypeError
-from pure_loopgrad.folds import Fold
+from pure_loopgrad.folds import Fold, norms
 
 Transform: TypeAlias = "Callable[[Any], Any]"
 
@@ -128,6 +129,68 @@ def fold_grads(
         for i, result in zip(more, again, strict=True):
             results[i] = result
     return spec.unflatten(results)
+
+
+@dataclass(frozen=True)
+class GradStats:
+    """Statistics of single gradients.
+
+    Attributes:
+        mean: the mean gradient, in its structure.
+        variance: of each entry, by n - 1.
+        norms: shape (n,).
+        noise_scale: see `plg.folds.noise_scale`.
+    """
+
+    mean: PyTree
+    variance: PyTree
+    norms: Tensor
+    noise_scale: NoiseScale
+
+
+def grad_stats(
+    body: Body,
+    params: PyTree,
+    xs: PyTree,
+    *,
+    transform: Transform | None = None,
+    wrt: PyTree = True,
+    chunk_size: int | None = 1,
+    randomness: Randomness = "error",
+    run: _run.Run | None = None,
+) -> GradStats:
+    """The usual statistics of single gradients, in one pass and without storing them.
+
+    Args:
+        body: see `fold_grads`.
+        params: see `fold_grads`.
+        xs: see `fold_grads`.
+        transform: see `fold_grads`.
+        wrt: see `fold_grads`.
+        chunk_size: see `fold_grads`.
+        randomness: see `fold_grads`.
+        run: see `fold_grads`.
+
+    Returns:
+        A `GradStats`.
+
+    Raises:
+        LoopGradError: see `fold_grads`.
+
+    Memory: one chunk's gradients, three copies of params, n numbers. Time: n (F + B).
+
+    Example:
+        >>> import torch, pure_loopgrad as plg
+        >>> loss = lambda w, x: (w - x) ** 2 / 2
+        >>> stats = plg.grad_stats(loss, torch.tensor(0.0), torch.tensor([0.0, 2.0, 4.0, 6.0]))
+        >>> stats.mean, stats.variance
+        (tensor(-3.), tensor(6.6667))
+    """
+    folds = moments(), norms()
+    options = {"transform": transform, "wrt": wrt, "chunk_size": chunk_size, "randomness": randomness, "run": run}
+    (centre, spread), lengths = fold_grads(body, params, xs, folds, **options)
+    trace = torch.stack([v.double().sum() for v in optree.tree_leaves(spread)]).sum()
+    return GradStats(centre, spread, lengths, noise_scale_of(optree.tree_leaves(centre), trace, lengths.shape[0]))
 
 
 def _fold_once(

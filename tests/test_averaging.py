@@ -97,6 +97,20 @@ def test_members_and_their_average():
         assert_close(a, b)
 
 
+def test_average_of_members():
+    stacked = {
+        "w": torch.randn(5, 3, dtype=torch.float64),
+        "h": torch.ones(5, 2, dtype=torch.bfloat16),
+        "i": torch.arange(5),
+    }
+    found = plg.average_members(stacked, [1, 0, 2, 1, 0])
+    assert_close(found["w"], (stacked["w"][0] + 2 * stacked["w"][2] + stacked["w"][3]) / 4)
+    assert (found["h"].dtype, found["i"].item()) == (torch.bfloat16, 0)
+    assert_close(plg.average_members(stacked)["w"], stacked["w"].mean(0))
+    with pytest.raises(ValueError, match="for 5 members"):
+        plg.average_members(stacked, [1, 1])
+
+
 LOSS = lambda w, ys: torch.logsumexp(ys.flatten(), 0)
 STEP = lambda w, c, x: (torch.tanh(w * c + x), c)
 FUNCTIONS = {

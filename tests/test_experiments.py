@@ -103,6 +103,18 @@ def test_every_fold(case):
     assert_close([leaves(e) for e in found["extrema"]], [[g.amin(0) for g in grads], [g.amax(0) for g in grads]])
 
 
+def test_grad_stats():
+    loss, params, xs = network()
+    grads = stored(loss, params, xs)
+    found = plg.grad_stats(loss, params, xs, chunk_size=4)
+    G = flat(grads)
+    assert_close(oracle.leaves(found.mean), [g.mean(0) for g in grads])
+    assert_close(oracle.leaves(found.variance), [g.var(0) for g in grads])
+    assert_close(found.norms, G.norm(dim=1))
+    trace = G.var(0).sum()
+    assert_close(found.noise_scale.simple, trace / (G.mean(0).square().sum() - trace / len(G)))
+
+
 def test_case_28():
     """CASES 28: half the mean square of x p - t, at p = 0."""
     X, T = torch.ones(4, 1), torch.tensor([0.0, 2.0, 4.0, 6.0])
