@@ -1,4 +1,4 @@
-"""W7: gradients of single iterations of an MLP 64-256-10 (19,210 parameters), stacked, or folded into statistics.
+"""W7: gradients of single images 1x32x32 by a CNN of 25,200 parameters, stacked, or folded into statistics.
 
 `F` and `F + B` are one iteration of the plain loop at a time. All others run chunks of 32 under torch.vmap. `added up`
 is the plain accumulation of vmapped gradients, which the folds are to be compared with.
@@ -6,6 +6,7 @@ is the plain accumulation of vmapped gradients, which the folds are to be compar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 import pure_loopgrad as plg
 from pure_loopgrad import folds
 
-SIZES = [1024, 4096]
+SIZES = [1024]
 QUICK_SIZES = [256]
 CHUNK = 32
 Run = Callable[[], Any]
@@ -24,18 +25,19 @@ Params = dict[str, Tensor]
 
 
 def loss(p: Params, x: tuple[Tensor, Tensor]) -> Tensor:
-    h = torch.tanh(F.linear(x[0], p["W1"], p["b1"]))
-    return F.cross_entropy(F.linear(h, p["W2"], p["b2"]), x[1])
+    h = F.max_pool2d(torch.relu(F.conv2d(x[0], p["conv1"], padding=1)), 2)
+    h = F.max_pool2d(torch.relu(F.conv2d(h, p["conv2"], padding=1)), 2)
+    return F.cross_entropy(p["head"] @ h.reshape(-1), x[1])
 
 
 def setup(n: int) -> tuple[Params, tuple[Tensor, Tensor]]:
     g = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=g) / shape[-1] ** 0.5
+        return torch.randn(shape, generator=g) / math.prod(shape[1:]) ** 0.5
 
-    params = {"W1": normal(256, 64), "b1": normal(256), "W2": normal(10, 256), "b2": normal(10)}
-    return params, (normal(n, 64), torch.randint(0, 10, (n,), generator=g))
+    params = {"conv1": normal(16, 1, 3, 3), "conv2": normal(32, 16, 3, 3), "head": normal(10, 2048)}
+    return params, (torch.randn(n, 1, 32, 32, generator=g), torch.randint(0, 10, (n,), generator=g))
 
 
 def on_setup(run: Callable[[Params, tuple[Tensor, Tensor]], object]) -> Callable[[int], Run]:
