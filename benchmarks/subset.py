@@ -100,7 +100,7 @@ def main() -> None:
         "",
         f"n = {problem.n}, {args.steps} steps of Adam, median of {args.seeds} seeds; torch {torch.__version__}.",
         "",
-        "| gradient through | angle of the expectation (deg) | deviation of a draw | last ten losses | seconds a step |",
+        "| gradient through | angle of the expectation (deg) | deviation of a draw | last losses | seconds a step |",
         "| --- | --: | --: | --: | --: |",
     ]
     for name, draw in WAYS.items():
