@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
@@ -38,25 +37,36 @@ class UserBody:
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         trace = self.trace
-        settings = nullcontext() if trace.settled else trace.ambient.restored()
-        # the caller's grad mode, as in a plain loop; inputs are detached, so that this records nothing by itself
-        with settings, torch.set_grad_enabled(trace.grad_mode or torch.is_grad_enabled()):
-            trace.effects.cursor = 0
-            try:
-                out = self._checked(tensors) if trace.checking else self.fn(*self._arguments(tensors))
-            except LoopGradError:
-                raise
-            except Exception as error:
-                add_note(error, self._situation(tensors))
-                raise
-            leaves, spec = _tree.numbers_to_tensors(out, tensors, "output")
+        if not trace.settled:
+            with trace.ambient.restored():
+                return self._called(tensors, trace)
+        return self._called(tensors, trace)
+
+    def _called(self, tensors: Tensors, trace: Trace) -> list[Tensor]:
+        checking, trace.effects.cursor = trace.checking, 0
+        if trace.grad_mode and not torch.is_grad_enabled():
+            # the caller's grad mode, as in a plain loop; inputs are detached, so that this records nothing by itself
+            with torch.enable_grad():
+                leaves, spec = self._outputs(tensors, checking)
+        else:
+            leaves, spec = self._outputs(tensors, checking)
         self._compare_with_first(leaves, spec)
-        if trace.checking:
+        if checking:
             self._compare_values(leaves)
         if trace.debug_nonfinite:
             outputs = dict(zip(self.output_paths(), leaves, strict=True))
             check_outputs(trace.iterations, outputs, dict(zip(self.input_paths(), tensors, strict=True)), self.leading)
         return leaves
+
+    def _outputs(self, tensors: Tensors, checking: bool) -> tuple[list[Tensor], _tree.TreeSpec]:
+        try:
+            out = self._checked(tensors) if checking else self.fn(*self._arguments(tensors))
+        except LoopGradError:
+            raise
+        except Exception as error:
+            add_note(error, self._situation(tensors))
+            raise
+        return _tree.numbers_to_tensors(out, tensors, "output")
 
     def _checked(self, tensors: Tensors) -> Any:
         trace = self.trace
@@ -95,20 +105,28 @@ class UserBody:
 
     def _compare_with_first(self, leaves: list[Tensor], spec: _tree.TreeSpec) -> None:
         trace = self.trace
-        found = [Meta(tuple(t.shape[self.leading :]), t.dtype, t.device) for t in leaves]
         if trace.outputs is None:
-            trace.outputs, trace.shapes = _tree.Skeleton.of_tensors(spec), found
+            trace.outputs = _tree.Skeleton.of_tensors(spec)
+            trace.shapes = [self._meta(t) for t in leaves]
         elif trace.outputs.spec != spec:
             raise ImpureBodyError(
                 f"the body's output changed its structure in {where(trace)}: first {trace.outputs.spec}, "
                 f"now {spec}. {IMPURE}"
             )
-        elif found != trace.shapes:
-            paths = self.output_paths()
-            path, first, now = next((p, a, b) for p, a, b in zip(paths, trace.shapes, found, strict=True) if a != b)
+        elif not all(map(self._is_like, leaves, trace.shapes)):
+            found = map(self._meta, leaves)
+            changes = zip(self.output_paths(), trace.shapes, found, strict=True)
+            path, first, now = next((p, a, b) for p, a, b in changes if a != b)
             raise ImpureBodyError(
                 f"{path} changed in {where(trace)}: first {_tree.describe(first)}, now {_tree.describe(now)}. {IMPURE}"
             )
+
+    def _meta(self, t: Tensor) -> Meta:
+        return Meta(tuple(t.shape[self.leading :]), t.dtype, t.device)
+
+    def _is_like(self, t: Tensor, first: Meta) -> bool:
+        shape = t.shape[self.leading :] if self.leading else t.shape
+        return shape == first.shape and t.dtype == first.dtype and t.device == first.device
 
     def _compare_values(self, leaves: list[Tensor]) -> None:
         found = self.trace.sight.differing(self.trace.iterations.start, leaves)

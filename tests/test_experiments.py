@@ -127,14 +127,23 @@ def test_case_28():
     assert found["moments"].variance.item() + 9 == 14
 
 
+@pytest.mark.parametrize("offset", [1e4, 2e6])
 @pytest.mark.parametrize("chunk_size", [1, 7, 64, 1000])
-def test_variance_is_stable_in_float32(chunk_size):
-    """CASES 28: gradients of 1e4 plus small noise, to 1e-4 of a float64 computation in two passes."""
+def test_variance_is_stable_in_float32(chunk_size, offset):
+    """CASES 28: gradients of 1e4 plus small noise, to 1e-4 of a float64 computation in two passes; also of 2e6, where
+    neighbouring numbers are an eighth apart."""
     noise = torch.randn(1000, 3, generator=torch.Generator().manual_seed(0))
-    xs = 1e4 + noise
+    xs = offset + noise
     loss = lambda w, x: (w * x).sum()
     found = plg.fold_grads(loss, torch.ones(3), xs, folds.variance(), chunk_size=chunk_size)
     assert_close(found.double(), xs.double().var(0), rtol=1e-4)
+
+
+def test_histogram_edges():
+    """A bin holds its lower edge, the last one its upper edge too; outside of all, a norm counts nowhere."""
+    xs = torch.tensor([0.0, 1.0, 1.5, 2.0, 4.0, 5.0])
+    found = plg.fold_grads(lambda w, x: w * x, torch.ones(()), xs, folds.histogram([1.0, 2.0, 4.0]), chunk_size=4)
+    assert found.tolist() == [2, 2]
 
 
 def test_half_precision_is_folded_in_float32():
