@@ -13,16 +13,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib as mpl
+import matplotlib.pyplot as plt
 import torch
 from rich.progress import track
 
-WORKLOADS = ["feature_stack", "carry", "per_iteration"]
+WORKLOADS = ["feature_stack", "mil", "contrastive", "carry", "tiny", "hvp", "per_iteration"]
 RESULTS = Path(__file__).parent / "results"
 # For memory, malloc gives freed blocks of this size back at once, so that the peak is that of the program and repeats.
 # For time, it keeps them: else page faults come and go with the order of allocations, and are a third of the noise.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 KEEP = {"MALLOC_MMAP_THRESHOLD_": "4000000000", "MALLOC_TRIM_THRESHOLD_": "4000000000"}
 Row = tuple[str, int]
+mpl.use("Agg")  # no window
 
 
 def jax_child(script: Path, method: str, n: int) -> dict[str, float] | None:
@@ -88,6 +91,23 @@ def table(workload: str, medians: dict[Row, dict[str, float]], rounds: int) -> s
     return "\n".join(lines) + "\n"
 
 
+def plot(workload: str, medians: dict[Row, dict[str, float]], path: Path) -> None:
+    """Time and memory against n, on log axes; methods that are missing leave no line."""
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    for method in dict.fromkeys(method for method, _ in medians):
+        points = [(n, found) for (name, n), found in medians.items() if name == method and found]
+        for axis, key in zip(axes, ("seconds", "mib"), strict=True):
+            if points and not (key == "mib" and method in ("F", "F + B")):
+                axis.plot([n for n, _ in points], [max(f[key], 0.1) for _, f in points], marker="o", label=method)
+    for axis, label in zip(axes, ("seconds", "MiB above inputs"), strict=True):
+        axis.set(xscale="log", yscale="log", xlabel="iterations n", ylabel=label)
+        axis.grid(alpha=0.3, which="both")
+    axes[0].legend(fontsize=7)
+    figure.suptitle(workload)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("workloads", nargs="*", default=WORKLOADS)
@@ -97,11 +117,13 @@ def main() -> None:
     rounds = 1 if args.quick else args.rounds
     for workload in args.workloads:
         module = importlib.import_module(f"benchmarks.{workload}")
-        text = table(workload, measure(workload, module.QUICK_SIZES if args.quick else module.SIZES, rounds), rounds)
+        medians = measure(workload, module.QUICK_SIZES if args.quick else module.SIZES, rounds)
+        text = table(workload, medians, rounds)
         print(text)
         if not args.quick:
             RESULTS.mkdir(exist_ok=True)
             (RESULTS / f"{workload}.md").write_text(text)
+            plot(workload, medians, RESULTS / f"{workload}.png")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ they move.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,14 +18,19 @@ def is_wrapped(t: Tensor) -> bool:
     return torch.func.debug_unwrap(t) is not t
 
 
-def is_batched(t: Tensor) -> bool:
-    """Whether the tensor is one of a batch under torch.vmap, at whatever level."""
-    while not torch._C._functorch.is_batchedtensor(t):
+def layers(t: Tensor) -> Iterator[Tensor]:
+    """A tensor, what its transform has wrapped, and so on down to the plain one."""
+    while True:
+        yield t
         inner = torch.func.debug_unwrap(t, recurse=False)
         if inner is t:
-            return False
+            return
         t = inner
-    return True
+
+
+def is_batched(t: Tensor) -> bool:
+    """Whether the tensor is one of a batch under torch.vmap, at whatever level."""
+    return any(map(torch._C._functorch.is_batchedtensor, layers(t)))
 
 
 def level_of(t: Tensor) -> int:
@@ -58,13 +63,7 @@ def draws_for_nobody(tensors: Sequence[Tensor]) -> str | None:
 
 
 def _is_batched_at(t: Tensor, level: int) -> bool:
-    while True:
-        if torch._C._functorch.is_batchedtensor(t) and level_of(t) == level:
-            return True
-        inner = torch.func.debug_unwrap(t, recurse=False)
-        if inner is t:
-            return False
-        t = inner
+    return any(torch._C._functorch.is_batchedtensor(layer) and level_of(layer) == level for layer in layers(t))
 
 
 def is_recorded(tensors: Sequence[Tensor]) -> bool:
@@ -73,12 +72,7 @@ def is_recorded(tensors: Sequence[Tensor]) -> bool:
 
 
 def _requires_grad(t: Tensor) -> bool:
-    while not t.requires_grad:
-        inner = torch.func.debug_unwrap(t, recurse=False)
-        if inner is t:
-            return False
-        t = inner
-    return True
+    return any(layer.requires_grad for layer in layers(t))
 
 
 def without_graph(t: Tensor) -> Tensor:
