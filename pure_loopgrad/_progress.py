@@ -17,7 +17,7 @@ def reporter() -> Progress:
         LoopValueError: tqdm is not installed.
     """
     try:
-        from tqdm import tqdm  # optional
+        from tqdm import tqdm  # type: ignore[import-untyped]  # has no types; imported here, as it is optional
     except ModuleNotFoundError:
         raise LoopValueError(
             "progress=True shows bars with tqdm, which is not installed: pip install 'pure_loopgrad[progress]', or "
