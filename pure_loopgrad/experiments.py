@@ -35,6 +35,7 @@ def per_iteration_grads(
     xs: PyTree,
     *,
     argnums: Argnums = 0,
+    has_aux: bool = False,
     wrt: PyTree = True,
     chunk_size: int | None = 1,
     randomness: Randomness = "error",
@@ -48,6 +49,8 @@ def per_iteration_grads(
             frozen.
         xs: a pytree with a leading axis of length n.
         argnums: 0 for params, 1 for xs, or a tuple, as in `torch.func.grad`.
+        has_aux: the body returns `(scalar, aux)`, with any pytree of tensors and numbers as aux, as in
+            `torch.func.grad`.
         wrt: which leaves of params: a pytree of bools of the same structure, or of the upper part of it.
         chunk_size: how many iterations run at once, under `torch.vmap`; None for all.
         randomness: of vmapped chunks, as in `torch.func.vmap`.
@@ -55,7 +58,7 @@ def per_iteration_grads(
 
     Returns:
         The structure of params (or xs, or a tuple of both), every leaf with a leading axis of length n; None for leaves
-        that have no gradient.
+        that have no gradient. With `has_aux`, a pair of that and the stacked aux.
 
     Raises:
         LoopTypeError: the body returns no real scalar.
@@ -70,9 +73,11 @@ def per_iteration_grads(
         tensor([ 0., -2., -4., -6.])
     """
     task = _Task.of(body, params, xs, check_argnums(argnums), wrt)
-    stacked = task.gradients(task.xs, chunk_size, randomness, run)
+    body_of_grads = _GradBody(task, has_aux)
+    stacked, aux = map_(body_of_grads, task.consts, task.xs, chunk_size=chunk_size, randomness=randomness, run=run)
     trees = task.trees(stacked)
-    return trees[argnums] if isinstance(argnums, int) else tuple(trees[i] for i in argnums)
+    grads = trees[argnums] if isinstance(argnums, int) else tuple(trees[i] for i in argnums)
+    return (grads, aux) if has_aux else grads
 
 
 def fold_grads(
@@ -280,7 +285,7 @@ class _Task:
     ) -> list[Tensor]:
         """The stacked gradients of some iterations, for the marked inputs."""
         body = _GradBody(self)
-        found = map_(body, self.consts, xs, chunk_size=chunk_size, randomness=randomness, run=run)
+        found, _ = map_(body, self.consts, xs, chunk_size=chunk_size, randomness=randomness, run=run)
         return cast("list[Tensor]", found)
 
     def trees(self, grads: list[Tensor]) -> tuple[PyTree, PyTree]:
@@ -295,23 +300,36 @@ class _Task:
 
 @dataclass(frozen=True, eq=False)
 class _GradBody:
-    """The gradient of a body at flat inputs, as a body."""
+    """The gradient of a body at flat inputs, and its aux, as a body."""
 
     task: _Task
+    has_aux: bool = False
 
     @property
     def __wrapped__(self) -> Body:
         """What messages speak of."""
         return self.task.body
 
-    def __call__(self, consts: list[Tensor], xs: list[Tensor]) -> list[Tensor]:
+    def __call__(self, consts: list[Tensor], xs: list[Tensor]) -> tuple[list[Tensor], PyTree]:
         task, inputs = self.task, [*consts, *xs]
+        spec: _tree.TreeSpec | None = None
 
-        def value(*primals: Tensor) -> tuple[tuple[Tensor], tuple[()]]:
+        def value(*primals: Tensor) -> tuple[tuple[Tensor], tuple[Tensor, ...]]:
+            nonlocal spec
             full = put(inputs, task.mask, primals)
             out = task.body(task.params.fill(full[: len(consts)]), task.x.fill(full[len(consts) :]))
-            return (scalar(out, "the body's output"),), ()
+            out, aux = self._parted(out)
+            leaves, spec = _tree.numbers_to_tensors(aux, inputs, "aux")
+            return (scalar(out, "the body's output"),), tuple(leaves)
 
         primals = list(compress(inputs, task.mask))
-        (out,), pullback, _ = linearise(value, primals)
-        return zeros_for_none(pullback([torch.ones_like(out)], True), primals)
+        (out,), pullback, aux = linearise(value, primals)
+        assert spec is not None
+        return zeros_for_none(pullback([torch.ones_like(out)], True), primals), spec.unflatten(aux)
+
+    def _parted(self, out: Any) -> tuple[Any, PyTree]:
+        if not self.has_aux:
+            return out, None
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise LoopTypeError(f"with has_aux, the body returns (scalar, aux), not a {type(out).__name__}")
+        return out

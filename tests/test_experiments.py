@@ -204,6 +204,21 @@ def test_argnums_and_wrt():
     assert body is not None
 
 
+@pytest.mark.parametrize("chunk_size", [1, 3])
+def test_has_aux(chunk_size):
+    xs = torch.arange(6.0).reshape(3, 2)
+    body = lambda w, x: ((w * x).square().sum(), {"y": w * x, "n": 2, "nothing": None})
+    w = torch.tensor([1.0, -1.0])
+    grads, aux = plg.per_iteration_grads(body, w, xs, has_aux=True, chunk_size=chunk_size)
+    assert_close(grads, 2 * w * xs * xs)
+    assert_close(aux["y"], w * xs)
+    assert aux["n"].tolist() == [2, 2, 2]
+    assert aux["nothing"] is None
+    assert not aux["y"].requires_grad
+    with pytest.raises(TypeError, match=r"the body returns \(scalar, aux\), not a Tensor"):
+        plg.per_iteration_grads(lambda w, x: w @ x, w, xs, has_aux=True)
+
+
 def test_results_carry_no_graph_and_frozen_leaves_get_none():
     loss, params, xs = network()
     params["0.weight"].requires_grad_(False)
