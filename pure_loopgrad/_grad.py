@@ -17,7 +17,7 @@ from pure_loopgrad._eager import eager
 from pure_loopgrad._levels import is_wrapped, without_graph
 from pure_loopgrad._loop import pull_back_loop
 from pure_loopgrad._loss import Gradients, Loss, pull_back_loss
-from pure_loopgrad._measure import resolved
+from pure_loopgrad._measure import Memo, resolved
 from pure_loopgrad._onepass import OnePassBody, contract
 from pure_loopgrad._reduce import Body, Options, Prepared, Reduce, Weights, prepare
 from pure_loopgrad._tree import PyTree
@@ -152,10 +152,11 @@ def value_and_grad(
     options = Options(reduce, weights, grad_weights, chunk_size, batched, randomness, run)
     which = check_argnums(argnums)
     _check_plan(plan, reduce, loss)
+    memo: Memo = {}  # of chunk_size="auto", which takes some time to find
 
     @eager
     def value_and_gradient(params: PyTree, xs: PyTree) -> tuple[Tensor, PyTree]:
-        prepared, wrt = _prepare_without_graph(body, params, xs, options, which)
+        prepared, wrt = _prepare_without_graph(body, params, xs, options, which, memo)
         first = _first_pass(prepared, wrt, plan)
         pulled = pull_back_loss(loss, prepared, wrt, first.raw)
         if first.is_enough:
@@ -212,7 +213,7 @@ def _contracted(first: FirstPass, inputs: Sequence[Tensor], wrt: Mask, cotangent
 
 
 def _prepare_without_graph(
-    body: Body, params: PyTree, xs: PyTree, options: Options, argnums: tuple[int, ...]
+    body: Body, params: PyTree, xs: PyTree, options: Options, argnums: tuple[int, ...], memo: Memo | None = None
 ) -> tuple[Prepared, Mask]:
     """The loop with live parameters as constants, and which of its inputs are differentiated.
 
@@ -220,7 +221,7 @@ def _prepare_without_graph(
     """
     if isinstance(options.weights, Tensor):
         options = replace(options, weights=without_graph(options.weights))
-    prepared = prepare(body, params, xs, resolved(body, params, xs, options))
+    prepared = prepare(body, params, xs, resolved(body, params, xs, options, memo))
     live = any(t.requires_grad and not is_wrapped(t) for t in prepared.consts)
     over_params = [
         0 in argnums and _tree.is_differentiable(t) and (not live or t.requires_grad or is_wrapped(t))

@@ -9,7 +9,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -176,14 +176,30 @@ def default_budget(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
-def resolved(body: Body, params: PyTree, xs: PyTree, options: Options) -> Options:
-    """The options with `chunk_size="auto"` replaced by a number."""
+Memo: TypeAlias = "dict[tuple[Any, ...], int]"
+
+
+def resolved(body: Body, params: PyTree, xs: PyTree, options: Options, memo: Memo | None = None) -> Options:
+    """The options with `chunk_size="auto"` replaced by a number.
+
+    Args:
+        body: as for the loop.
+        params: as for the loop.
+        xs: as for the loop.
+        options: as for the loop.
+        memo: sizes that the same body got before, by shapes and budget; to be kept by who calls it often.
+    """
     if options.chunk_size != "auto":
         check_chunk_size(options.chunk_size, 1)
         return options
     tensors, skeleton = _tree.split(xs)
-    n = _tree.leading_axis(tensors, skeleton)
-    device = tensors[0].device
+    n, device = _tree.leading_axis(tensors, skeleton), tensors[0].device
     given = current(options.run).memory_budget
+    key = (given, *((t.shape, t.dtype, t.device) for t in [*_tree.split(params)[0], *tensors]))
+    if memo is not None and key in memo:
+        return replace(options, chunk_size=memo[key])
     budget = default_budget(device) if given is None else given
-    return replace(options, chunk_size=chunk_size_for(Subject(body, params, xs, options), n, budget, device))
+    size = chunk_size_for(Subject(body, params, xs, options), n, budget, device)
+    if memo is not None:
+        memo[key] = size
+    return replace(options, chunk_size=size)

@@ -106,6 +106,25 @@ def test_the_chunk_fits_the_budget(name):
     assert seen[0] == plan.chunk_size
 
 
+def test_auto_is_found_once_for_each_shape():
+    calls = []
+
+    def body(w, x):
+        calls.append(0)
+        return torch.tanh(w @ x)
+
+    f = plg.value_and_grad(body, lambda w, ys: ys.sum(), chunk_size="auto")
+    w = torch.ones(8, 8)
+    counts = []
+    for xs in (torch.ones(6, 8), torch.ones(6, 8), torch.ones(7, 8), torch.ones(6, 8)):
+        calls.clear()
+        f(w, xs)
+        counts.append(len(calls))
+    assert counts[1] == counts[3] == 2  # one chunk, twice
+    assert counts[0] > 2
+    assert counts[2] > 2
+
+
 def test_the_rule():
     body, params, xs = cnn()
     assert plg.plan(body, params, xs, memory_budget=2**40).rule == "full graph"
