@@ -6,7 +6,6 @@ from pure_loopgrad import errors as errors
 from pure_loopgrad import folds as folds
 from pure_loopgrad._checkpoint import checkpoint as checkpoint
 from pure_loopgrad._grad import value_and_grad as value_and_grad
-from pure_loopgrad._grad import vjp as vjp
 from pure_loopgrad._map import map as map  # the names of jax.lax, always used as plg.map
 from pure_loopgrad._map import mean as mean
 from pure_loopgrad._map import sum as sum
@@ -18,6 +17,7 @@ from pure_loopgrad._run import debug_nonfinite as debug_nonfinite
 from pure_loopgrad._run import run as run
 from pure_loopgrad._scan import scan as scan
 from pure_loopgrad._version import __version__ as __version__
+from pure_loopgrad._vjp import vjp as vjp
 from pure_loopgrad._while import fori_loop as fori_loop
 from pure_loopgrad._while import while_loop as while_loop
 from pure_loopgrad.averaging import ema as ema

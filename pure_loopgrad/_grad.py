@@ -1,11 +1,11 @@
-"""Gradient transforms that stream: no graph is built for more than one chunk."""
+"""Value and gradient of a loss over a loop: no graph is built for more than one chunk."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import Literal, TypeAlias, cast
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,13 +14,13 @@ from pure_loopgrad import _run, _tree
 from pure_loopgrad._body import ChunkSize, Randomness
 from pure_loopgrad._derived import Mask, put
 from pure_loopgrad._eager import eager
-from pure_loopgrad._levels import is_wrapped, without_graph
 from pure_loopgrad._loop import pull_back_loop
 from pure_loopgrad._loss import Gradients, Loss, pull_back_loss
-from pure_loopgrad._measure import Memo, resolved
+from pure_loopgrad._measure import Memo
 from pure_loopgrad._onepass import OnePassBody, contract
-from pure_loopgrad._reduce import Body, Options, Prepared, Reduce, Weights, prepare
+from pure_loopgrad._reduce import Body, Options, Prepared, Reduce, Weights
 from pure_loopgrad._tree import PyTree
+from pure_loopgrad._vjp import prepare_without_graph
 from pure_loopgrad.errors import LoopTypeError, LoopValueError
 
 Plan = Literal["auto", "one_pass", "two_pass"]
@@ -29,65 +29,6 @@ Argnums: TypeAlias = "int | tuple[int, ...]"
 # K numbers cost F + K B in one pass against 2F + B in two: with B = 2F, one number pays and two cost 5F against 4F. Two
 # are allowed for the sake of (loss_sum, count), where the count does not depend on params and its row costs nothing.
 ONE_PASS_LIMIT = 2
-
-
-@eager
-def vjp(
-    body: Body,
-    params: PyTree,
-    xs: PyTree,
-    *,
-    reduce: Reduce = "stack",
-    weights: Weights = None,
-    grad_weights: Weights = None,
-    chunk_size: ChunkSize = 1,
-    batched: bool = False,
-    randomness: Randomness = "error",
-    run: _run.Run | None = None,
-) -> tuple[PyTree, Callable[[PyTree], tuple[PyTree, PyTree]]]:
-    """The loop's outputs and its pullback; mirrors `torch.func.vjp`, and builds no graph for more than one chunk.
-
-    Args:
-        body: see `plg.map`.
-        params: any pytree. Live parameters count as constants: the results carry no graph of ordinary autograd. Where
-            some leaf requires grad, those that do not are frozen.
-        xs: a pytree with a leading axis of length n on its tensors.
-        reduce: `"stack"` as `plg.map`, `"sum"` as `plg.sum`, `"mean"` as `plg.mean`.
-        weights: of a mean; see `plg.mean`.
-        grad_weights: see `plg.map`.
-        chunk_size: see `plg.map`.
-        batched: see `plg.map`.
-        randomness: see `plg.map`.
-        run: see `plg.map`.
-
-    Returns:
-        ys: what the loop returns.
-        pullback: `pullback(dys) -> (dparams, dxs)`, with the structures of params and xs, None for leaves without a
-            gradient. A leaf of dys may be None for zero. It may be called any number of times; each runs the loop.
-
-    Raises:
-        LoopValueError: cotangents of another structure, shape or dtype than the outputs.
-        LoopGradError: see `plg.map`.
-
-    Memory: inputs, outputs, two copies of params, one chunk. Time: n F, and n (F + B) for each call of the pullback.
-
-    Example:
-        >>> import torch, pure_loopgrad as plg
-        >>> ys, pullback = plg.vjp(lambda w, x: w * x, torch.tensor(2.0), torch.arange(3.0))
-        >>> pullback(torch.ones(3))
-        (tensor(3.), tensor([2., 2., 2.]))
-    """
-    options = Options(reduce, weights, grad_weights, chunk_size, batched, randomness, run)
-    prepared, wrt = _prepare_without_graph(body, params, xs, options, (0, 1))
-    raw = prepared.run()
-    ys = prepared.finish(raw)
-
-    @eager
-    def pullback(dys: PyTree) -> tuple[PyTree, PyTree]:
-        cotangents = prepared.raw_cotangents(raw, _cotangent_leaves(ys, dys))
-        return prepared.gradient_trees(pull_back_loop(prepared.loop, prepared.inputs, wrt, cotangents))
-
-    return ys, pullback
 
 
 def value_and_grad(
@@ -156,7 +97,7 @@ def value_and_grad(
 
     @eager
     def value_and_gradient(params: PyTree, xs: PyTree) -> tuple[Tensor, PyTree]:
-        prepared, wrt = _prepare_without_graph(body, params, xs, options, which, memo)
+        prepared, wrt = prepare_without_graph(body, params, xs, options, which, memo)
         first = _first_pass(prepared, wrt, plan)
         pulled = pull_back_loss(loss, prepared, wrt, first.raw)
         if first.is_enough:
@@ -210,48 +151,6 @@ def _contracted(first: FirstPass, inputs: Sequence[Tensor], wrt: Mask, cotangent
     wanted = compress(inputs, wrt)
     grads = [contract(given, j, like, dim) for (j, dim), like in zip(jacobians, wanted, strict=True)]
     return put([None] * len(inputs), wrt, grads)
-
-
-def _prepare_without_graph(
-    body: Body, params: PyTree, xs: PyTree, options: Options, argnums: tuple[int, ...], memo: Memo | None = None
-) -> tuple[Prepared, Mask]:
-    """The loop with live parameters as constants, and which of its inputs are differentiated.
-
-    Where some leaf of params requires grad, those that do not are frozen: that is how torch.nn freezes a layer.
-    """
-    if isinstance(options.weights, Tensor):
-        options = replace(options, weights=without_graph(options.weights))
-    prepared = prepare(body, params, xs, resolved(body, params, xs, options, memo))
-    live = any(t.requires_grad and not is_wrapped(t) for t in prepared.consts)
-    over_params = [
-        0 in argnums and _tree.is_differentiable(t) and (not live or t.requires_grad or is_wrapped(t))
-        for t in prepared.consts
-    ]
-    n_xs = prepared.xs_skeleton.n_tensors  # weights may stand behind them
-    over_xs = [1 in argnums and i < n_xs and _tree.is_differentiable(t) for i, t in enumerate(prepared.xs)]
-    constant = replace(
-        prepared, consts=[without_graph(t) for t in prepared.consts], xs=[without_graph(t) for t in prepared.xs]
-    )
-    return constant, (*over_params, *over_xs)
-
-
-def _cotangent_leaves(ys: PyTree, dys: PyTree) -> Gradients:
-    """The cotangents in the order of the outputs' leaves; None stands for zero.
-
-    Raises:
-        LoopValueError: the structure, a shape or a dtype differs from the output's.
-    """
-    leaves, skeleton = _tree.split(ys)
-    try:
-        cotangents = cast(Gradients, skeleton.spec.flatten_up_to(dys))
-    except ValueError as error:
-        raise LoopValueError(f"the cotangents do not have the structure of the outputs: {error}") from None
-    for path, y, dy in zip(skeleton.tensor_paths("dys"), leaves, cotangents, strict=True):
-        if dy is not None and _tree.is_differentiable(y) and (dy.shape, dy.dtype) != (y.shape, y.dtype):
-            raise LoopValueError(
-                f"{path} has {_tree.describe(dy)}, but a cotangent is like its output: {_tree.describe(y)}"
-            )
-    return cotangents
 
 
 def check_argnums(argnums: Argnums) -> tuple[int, ...]:

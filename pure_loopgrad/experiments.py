@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import optree
 import torch
 from torch import Tensor
 
-from pure_loopgrad import _run, _tree
+from pure_loopgrad import _run
 from pure_loopgrad._body import Randomness, check_chunk_size
-from pure_loopgrad._derived import Mask, linearise, put, zeros_for_none
 from pure_loopgrad._grad import Argnums, check_argnums
-from pure_loopgrad._levels import active_levels, is_wrapped, without_graph
+from pure_loopgrad._levels import active_levels
 from pure_loopgrad._loop import chunks, stream
-from pure_loopgrad._loss import scalar
 from pure_loopgrad._map import map as map_
 from pure_loopgrad._moments import NoiseScale, moments, noise_scale_of
 from pure_loopgrad._reduce import Body, Options, prepare
+from pure_loopgrad._task import GradBody, Task
 from pure_loopgrad._trace import first_pass_checked
 from pure_loopgrad._tree import PyTree
 from pure_loopgrad.errors import LoopTypeError
@@ -72,8 +70,8 @@ def per_iteration_grads(
         >>> plg.per_iteration_grads(loss, torch.tensor(0.0), torch.tensor([0.0, 2.0, 4.0, 6.0]))
         tensor([ 0., -2., -4., -6.])
     """
-    task = _Task.of(body, params, xs, check_argnums(argnums), wrt)
-    body_of_grads = _GradBody(task, has_aux)
+    task = Task.of(body, params, xs, check_argnums(argnums), wrt)
+    body_of_grads = GradBody(task, has_aux)
     stacked, aux = map_(body_of_grads, task.consts, task.xs, chunk_size=chunk_size, randomness=randomness, run=run)
     trees = task.trees(stacked)
     grads = trees[argnums] if isinstance(argnums, int) else tuple(trees[i] for i in argnums)
@@ -122,7 +120,7 @@ def fold_grads(
         >>> plg.fold_grads(loss, torch.tensor(0.0), xs, {"mean": plg.folds.mean(), "norms": plg.folds.norms()})
         {'mean': tensor(-3.), 'norms': tensor([0., 2., 4., 6.])}
     """
-    task = _Task.of(body, params, xs, (0,), wrt)
+    task = Task.of(body, params, xs, (0,), wrt)
     folds, spec = optree.tree_flatten(fold)
     for path, leaf in zip(spec.paths(), folds, strict=True):
         if not isinstance(leaf, Fold):
@@ -199,7 +197,7 @@ def grad_stats(
 
 
 def _fold_once(
-    task: _Task,
+    task: Task,
     folds: list[Fold],
     transform: Transform | None,
     chunk_size: int | None,
@@ -210,7 +208,7 @@ def _fold_once(
     record, size = _run.current(run), check_chunk_size(chunk_size, task.n)
     folding = _Folding(task, folds, transform, randomness)
     if active_levels() == 0:
-        prepared = prepare(_GradBody(task), task.consts, task.xs, Options("stack", None, None, size, run=record))
+        prepared = prepare(GradBody(task), task.consts, task.xs, Options("stack", None, None, size, run=record))
         loop = replace(prepared.loop, body=replace(prepared.chunk, randomness=randomness))
         with torch.no_grad(), first_pass_checked(loop.trace, prepared.inputs):
             stream(loop, prepared.consts, prepared.xs, folding)
@@ -225,7 +223,7 @@ def _fold_once(
 class _Folding:
     """Takes the chunks of a loop over gradients; holds the folds' states."""
 
-    task: _Task
+    task: Task
     folds: list[Fold]
     transform: Transform | None
     randomness: Randomness
@@ -251,85 +249,3 @@ class _Folding:
     def finish(self) -> list[Any]:
         """The results."""
         return [f.finish(s) for f, s in zip(self.folds, self.states, strict=True)]
-
-
-@dataclass(frozen=True)
-class _Task:
-    """What to differentiate: the body, its inputs without graph, and which of them."""
-
-    body: Body
-    consts: list[Tensor]
-    xs: list[Tensor]
-    params: _tree.Skeleton
-    x: _tree.Skeleton
-    mask: Mask  # over consts, then xs
-    n: int
-
-    @classmethod
-    def of(cls, body: Body, params: PyTree, xs: PyTree, argnums: tuple[int, ...], wrt: PyTree) -> _Task:
-        consts, params_skeleton = _tree.split(params)
-        x_tensors, x_skeleton = _tree.split(xs)
-        chosen = _tree.split_like(wrt, params, "wrt")
-        live = any(t.requires_grad and not is_wrapped(t) for t in consts)
-        over_params = [
-            0 in argnums and bool(c) and _tree.is_differentiable(t) and (not live or t.requires_grad or is_wrapped(t))
-            for c, t in zip(chosen, consts, strict=True)
-        ]
-        over_xs = [1 in argnums and _tree.is_differentiable(t) for t in x_tensors]
-        n = _tree.leading_axis(x_tensors, x_skeleton)
-        constants, inputs = [without_graph(t) for t in consts], [without_graph(t) for t in x_tensors]
-        return cls(body, constants, inputs, params_skeleton, x_skeleton, (*over_params, *over_xs), n)
-
-    def gradients(
-        self, xs: list[Tensor], chunk_size: int | None, randomness: Randomness, run: _run.Run | None
-    ) -> list[Tensor]:
-        """The stacked gradients of some iterations, for the marked inputs."""
-        body = _GradBody(self)
-        found, _ = map_(body, self.consts, xs, chunk_size=chunk_size, randomness=randomness, run=run)
-        return cast("list[Tensor]", found)
-
-    def trees(self, grads: list[Tensor]) -> tuple[PyTree, PyTree]:
-        """Gradients of the marked inputs in the structures of params and xs."""
-        full = put([None] * len(self.mask), self.mask, grads)
-        return self.params.fill_only(full[: len(self.consts)]), self.x.fill_only(full[len(self.consts) :])
-
-    def leaves(self, tree: PyTree) -> list[Tensor]:
-        """A gradient in the structure of params as the list of the marked ones."""
-        return [leaf for leaf in _tree.flatten(tree)[0] if isinstance(leaf, Tensor)]
-
-
-@dataclass(frozen=True, eq=False)
-class _GradBody:
-    """The gradient of a body at flat inputs, and its aux, as a body."""
-
-    task: _Task
-    has_aux: bool = False
-
-    @property
-    def __wrapped__(self) -> Body:
-        """What messages speak of."""
-        return self.task.body
-
-    def __call__(self, consts: list[Tensor], xs: list[Tensor]) -> tuple[list[Tensor], PyTree]:
-        task, inputs = self.task, [*consts, *xs]
-        spec: _tree.TreeSpec | None = None
-
-        def value(*primals: Tensor) -> tuple[tuple[Tensor], tuple[Tensor, ...]]:
-            nonlocal spec
-            full = put(inputs, task.mask, primals)
-            out = task.body(task.params.fill(full[: len(consts)]), task.x.fill(full[len(consts) :]))
-            out, aux = self._parted(out)
-            leaves, spec = _tree.numbers_to_tensors(aux, inputs, "aux")
-            return (scalar(out, "the body's output"),), tuple(leaves)
-
-        primals = list(compress(inputs, task.mask))
-        (out,), pullback, aux = linearise(value, primals)
-        assert spec is not None
-        return zeros_for_none(pullback([torch.ones_like(out)], True), primals), spec.unflatten(aux)
-
-    def _parted(self, out: Any) -> tuple[Any, PyTree]:
-        if not self.has_aux:
-            return out, None
-        if not isinstance(out, tuple) or len(out) != 2:
-            raise LoopTypeError(f"with has_aux, the body returns (scalar, aux), not a {type(out).__name__}")
-        return out
