@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import pure_loopgrad as plg
-from benchmarks.floors import Run, by_backward, floors
+from benchmarks.floors import Run, by_backward, floors, streaming
 
 SIZES = [4096]
 QUICK_SIZES = [512]
@@ -68,15 +67,6 @@ def gradient_cache(n: int) -> Run:
     return run
 
 
-def ours(**options: Any) -> Callable[[int], Run]:
-    def with_n(n: int) -> Run:
-        params, xs = setup(n)
-        f = plg.value_and_grad(body, loss, **options)
-        return lambda: f(params, xs)
-
-    return with_n
-
-
 def checkpointed(p: Params, xs: Tensor) -> Tensor:
     return torch.cat([checkpoint(body, p, x, use_reentrant=False) for x in xs.split(CHUNK)])
 
@@ -86,7 +76,7 @@ METHODS: dict[str, Callable[[int], Run]] = {
     "one full batch": by_backward(lambda p, xs: loss(p, body(p, xs)), setup),
     "torch.utils.checkpoint, chunks": by_backward(lambda p, xs: loss(p, checkpointed(p, xs)), setup),
     "gradient cache, chunks": gradient_cache,
-    "plg.value_and_grad, vmapped chunks": ours(chunk_size=CHUNK),
-    "plg.value_and_grad, batched chunks": ours(chunk_size=CHUNK, batched=True),
-    "plg.value_and_grad, chunk_size auto": ours(chunk_size="auto", batched=True),
+    "plg.value_and_grad, vmapped chunks": streaming(body, loss, setup, chunk_size=CHUNK),
+    "plg.value_and_grad, batched chunks": streaming(body, loss, setup, chunk_size=CHUNK, batched=True),
+    "plg.value_and_grad, chunk_size auto": streaming(body, loss, setup, chunk_size="auto", batched=True),
 }

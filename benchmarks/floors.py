@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import pure_loopgrad as plg
+
 Run = Callable[[], Any]
 Setup = Callable[[int], tuple[dict[str, Tensor], Sequence[Any]]]
 
@@ -40,5 +42,18 @@ def by_backward(loss: Callable[[dict[str, Tensor], Sequence[Any]], Tensor], setu
         params, xs = setup(n)
         live = {k: p.clone().requires_grad_() for k, p in params.items()}
         return lambda: torch.autograd.grad(loss(live, xs), list(live.values()))
+
+    return with_n
+
+
+def streaming(
+    body: Callable[[dict[str, Tensor], Any], Any], loss: Callable[[Any, Tensor], Tensor], setup: Setup, **options: Any
+) -> Callable[[int], Run]:
+    """A method that computes value and gradient with `plg.value_and_grad`."""
+
+    def with_n(n: int) -> Run:
+        params, xs = setup(n)
+        f = plg.value_and_grad(body, loss, **options)
+        return lambda: f(params, xs)
 
     return with_n

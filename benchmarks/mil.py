@@ -6,15 +6,13 @@ All bounded methods work in chunks of 16 patches, on which the CNN is at its bes
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import pure_loopgrad as plg
-from benchmarks.floors import Run, by_backward, floors
+from benchmarks.floors import Run, by_backward, floors, streaming
 
 SIZES = [2048]
 QUICK_SIZES = [128]
@@ -52,15 +50,6 @@ def loss(p: Params, h: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(p["head"][0] @ (weights @ h), torch.tensor(1.0))
 
 
-def ours(body: Callable[[Params, Tensor], Tensor], **options: Any) -> Callable[[int], Run]:
-    def with_n(n: int) -> Run:
-        params, xs = setup(n)
-        f = plg.value_and_grad(body, loss, **options)
-        return lambda: f(params, xs)
-
-    return with_n
-
-
 def checkpointed(p: Params, xs: Tensor) -> Tensor:
     return torch.cat([checkpoint(encode, p, x, use_reentrant=False) for x in xs.split(CHUNK)])
 
@@ -76,7 +65,7 @@ METHODS: dict[str, Callable[[int], Run]] = {
     "plain loop": by_backward(lambda p, xs: loss(p, torch.stack([one(p, x) for x in xs])), setup),
     "one full batch": by_backward(lambda p, xs: loss(p, encode(p, xs)), setup),
     "torch.utils.checkpoint, chunks": by_backward(lambda p, xs: loss(p, checkpointed(p, xs)), setup),
-    "plg.value_and_grad": ours(one),
-    "plg.value_and_grad, batched chunks": ours(encode, chunk_size=CHUNK, batched=True),
-    "plg.value_and_grad, chunk_size auto": ours(encode, chunk_size="auto", batched=True),
+    "plg.value_and_grad": streaming(one, loss, setup),
+    "plg.value_and_grad, batched chunks": streaming(encode, loss, setup, chunk_size=CHUNK, batched=True),
+    "plg.value_and_grad, chunk_size auto": streaming(encode, loss, setup, chunk_size="auto", batched=True),
 }

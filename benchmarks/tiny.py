@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import pure_loopgrad as plg
-from benchmarks.floors import Run, by_backward, floors
+from benchmarks.floors import Run, by_backward, floors, streaming
 
 SIZES = [10_000]
 QUICK_SIZES = [1000]
@@ -49,15 +49,6 @@ def hand_written(n: int) -> Run:
     return run
 
 
-def ours(**options: Any) -> Callable[[int], Run]:
-    def with_n(n: int) -> Run:
-        params, xs = setup(n)
-        f = plg.value_and_grad(body, loss, **options)
-        return lambda: f(params, xs)
-
-    return with_n
-
-
 METHODS: dict[str, Callable[[int], Run]] = {
     **floors(body, setup),
     "plain loop": by_backward(lambda p, xs: loss(p, torch.stack([body(p, x) for x in xs])), setup),
@@ -65,9 +56,9 @@ METHODS: dict[str, Callable[[int], Run]] = {
         lambda p, xs: loss(p, torch.stack([checkpoint(body, p, x, use_reentrant=False) for x in xs])), setup
     ),
     "hand-written with torch.func": hand_written,
-    "plg.value_and_grad": ours(),
-    "plg.value_and_grad, every check": ours(run=plg.Run(check="all")),
-    "plg.value_and_grad, chunks of 16": ours(chunk_size=16),
-    "plg.value_and_grad, chunks of 256": ours(chunk_size=256),
-    "plg.value_and_grad, chunk_size auto": ours(chunk_size="auto"),
+    "plg.value_and_grad": streaming(body, loss, setup),
+    "plg.value_and_grad, every check": streaming(body, loss, setup, run=plg.Run(check="all")),
+    "plg.value_and_grad, chunks of 16": streaming(body, loss, setup, chunk_size=16),
+    "plg.value_and_grad, chunks of 256": streaming(body, loss, setup, chunk_size=256),
+    "plg.value_and_grad, chunk_size auto": streaming(body, loss, setup, chunk_size="auto"),
 }
