@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from pure_loopgrad import _tree
-from pure_loopgrad._levels import active_levels, is_wrapped, level_of
+from pure_loopgrad._levels import active_levels, is_wrapped, layers, level_of
 from pure_loopgrad._names import find_name
 from pure_loopgrad.errors import CapturedTensorError, ImpureBodyError
 
@@ -96,12 +96,7 @@ class Watch(TorchFunctionMode):
 
     def _is_known(self, t: Tensor) -> bool:
         """Whether the tensor, or what a transform inside the body wrapped, was given or made inside."""
-        while id(t) not in self.known:
-            inner = torch.func.debug_unwrap(t, recurse=False)
-            if inner is t:
-                return False
-            t = inner
-        return True
+        return any(id(layer) in self.known for layer in layers(t))
 
     def _is_from_outside(self, t: Tensor) -> bool:
         """Whether a wrapped stranger is captured, or only the business of a transform inside the body.

@@ -42,7 +42,7 @@ def added(total: Tensor, term: Tensor, factor: float = 1.0) -> Tensor:
 
 
 def zeros(grad: PyTree, n: int) -> PyTree:
-    return optree.tree_map(lambda g: torch.zeros_like(g, dtype=wide(g.dtype)), grad)
+    return optree.tree_map(lambda g: torch.zeros_like(g, dtype=accumulation_dtype(g.dtype)), grad)
 
 
 def add_sums(total: PyTree, grads: PyTree, iterations: range) -> PyTree:
@@ -64,8 +64,4 @@ def norms_of(grads: PyTree) -> Tensor:
 
 def rows(g: Tensor) -> Tensor:
     """A chunk's gradients of one leaf as a matrix, at least in float32."""
-    return g.reshape(g.shape[0], -1).to(wide(g.dtype))
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    return accumulation_dtype(dtype)
+    return g.reshape(g.shape[0], -1).to(accumulation_dtype(g.dtype))

@@ -100,7 +100,7 @@ def from_stateful_module(
     def body(params: NamedTensors, buffers: NamedTensors, x: Any) -> tuple[NamedTensors, Any]:
         return named.call(params, _copies(buffers, []), x)
 
-    return body, named.parameters, {name: t.detach().clone() for name, t in named.buffers.items()}
+    return body, named.parameters, _copies(named.buffers, [])
 
 
 def _check(module: nn.Module) -> None:
@@ -143,6 +143,11 @@ class _Named:
         # functional_call leaves in `given` what the module has put in the place of a tensor
         return {name: given[slot] for slot, name in self.slots.items() if name in buffers}, y
 
+    @property
+    def may_change(self) -> bool:
+        """Whether a call may write into buffers: there are some, and a layer is in train mode."""
+        return bool(self.buffers) and any(layer.training for layer in self.module.modules())
+
     def running_statistics(self) -> set[str]:
         """Buffers that train mode writes and does not read, of layers in train mode."""
         return {
@@ -161,7 +166,7 @@ class _Frozen:
 
     def __call__(self, params: NamedTensors, x: Any) -> Any:
         buffers = {name: t.detach() for name, t in params.items() if name in self.named.buffers}
-        if any(layer.training for layer in self.named.module.modules()):
+        if self.named.may_change:
             buffers = _copies(buffers, [*params.values(), *_tree.split(x)[0]])
         return self.named.call(params, buffers, x)[1]
 
@@ -176,7 +181,7 @@ class _Updating:
 
     def __call__(self, params: NamedTensors, x: Any) -> Any:
         named = self.named
-        if not named.buffers or not any(layer.training for layer in named.module.modules()):
+        if not named.may_change:
             return named.call(params, {}, x)[1]
         statistics = named.running_statistics()
         self._refuse_batches(statistics, [*params.values(), *_tree.split(x)[0]])

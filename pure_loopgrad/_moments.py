@@ -10,7 +10,8 @@ import optree
 import torch
 from torch import Tensor
 
-from pure_loopgrad._folding import Fold, added, wide
+from pure_loopgrad._body import accumulation_dtype
+from pure_loopgrad._folding import Fold, added
 from pure_loopgrad._levels import active_levels
 from pure_loopgrad._tree import PyTree
 from pure_loopgrad.errors import LoopValueError
@@ -119,7 +120,7 @@ def _spread(finish: Callable[[_Spread], Any], keep: Callable[[Tensor], Tensor]) 
 
     def init(grad: PyTree, n: int) -> _Spread:
         leaves, spec = optree.tree_flatten(grad)
-        first = [g.reshape(-1).to(wide(g.dtype), copy=True) for g in leaves]
+        first = [g.reshape(-1).to(accumulation_dtype(g.dtype), copy=True) for g in leaves]
         zeros = [torch.zeros_like(f) for f in first]
         squares = [torch.zeros_like(keep(f.real)) for f in first]
         return _Spread(0, first, zeros, squares, [g.shape for g in leaves], spec)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -35,12 +35,15 @@ class Sources:
     each: tuple[Source, ...]
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], given: Sequence[Any]) -> Sources:
-        """The default generators of the CPU, the default device and the tensors' devices, and those given."""
+    def of(cls, tensors: Sequence[Tensor], leaves: Iterable[Any], given: Sequence[Any]) -> Sources:
+        """The default generators of the CPU, the default device and the tensors' devices, then those that are given or
+        stand among the leaves of params and xs.
+        """
         used = {t.device for t in tensors} | {torch.get_default_device()}
         others = sorted((d for d in used if d.type not in ("cpu", "meta")), key=str)
         devices = (CPU, *others)
-        unique = tuple({id(g): g for g in given}.values())
+        torchs = (leaf for leaf in leaves if isinstance(leaf, torch.Generator))
+        unique = tuple({id(g): g for g in (*torchs, *given)}.values())
         return cls(devices, unique, (*map(_default, devices), *map(source_of, unique)))
 
     def state(self) -> State:
@@ -51,11 +54,6 @@ class Sources:
         """Puts every generator where `state` found it."""
         for source, value in zip(self.each, state, strict=True):
             source.put(value)
-
-
-def is_generator(value: Any) -> bool:
-    """Whether a leaf of params or xs is a generator whose numbers must be replayed."""
-    return isinstance(value, torch.Generator)
 
 
 def source_of(generator: Any) -> Source:

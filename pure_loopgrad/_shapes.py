@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,13 @@ def is_fake(t: Tensor) -> bool:
     return plain.is_meta or isinstance(plain, FakeTensor)
 
 
+@contextmanager
+def without_data() -> Iterator[FakeTensorMode]:
+    """A block whose tensors have no data and whose effects nobody sees; the mode turns tensors into such ones."""
+    with _effects.rehearsal(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        yield mode
+
+
 def run_on_fakes(body: Callable[..., Any], shared: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
     """Calls a body with fake tensors: the shared ones, and one of shape `x.shape[1:]` for each of xs.
 
@@ -52,7 +60,7 @@ def run_on_fakes(body: Callable[..., Any], shared: Sequence[Tensor], xs: Sequenc
         ShapeInferenceError: the body cannot run without data.
     """
     try:
-        with _effects.rehearsal(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with without_data() as mode:
             fakes = [mode.from_tensor(t) for t in shared]
             body(*fakes, *(mode.from_tensor(x).new_empty(x.shape[1:]) for x in xs))
     except LoopGradError:

@@ -12,11 +12,12 @@ from torch import Tensor
 from pure_loopgrad import _run, _tree
 from pure_loopgrad._body import Randomness
 from pure_loopgrad._derived import Mask, linearise, put, zeros_for_none
-from pure_loopgrad._levels import is_wrapped, without_graph
+from pure_loopgrad._levels import without_graph
 from pure_loopgrad._loss import scalar
 from pure_loopgrad._map import map as map_
 from pure_loopgrad._reduce import Body
 from pure_loopgrad._tree import PyTree
+from pure_loopgrad._vjp import not_frozen
 from pure_loopgrad.errors import LoopTypeError
 
 
@@ -37,10 +38,8 @@ class Task:
         consts, params_skeleton = _tree.split(params)
         x_tensors, x_skeleton = _tree.split(xs)
         chosen = _tree.split_like(wrt, params, "wrt")
-        live = any(t.requires_grad and not is_wrapped(t) for t in consts)
         over_params = [
-            0 in argnums and bool(c) and _tree.is_differentiable(t) and (not live or t.requires_grad or is_wrapped(t))
-            for c, t in zip(chosen, consts, strict=True)
+            0 in argnums and bool(c) and marked for c, marked in zip(chosen, not_frozen(consts), strict=True)
         ]
         over_xs = [1 in argnums and _tree.is_differentiable(t) for t in x_tensors]
         n = _tree.leading_axis(x_tensors, x_skeleton)

@@ -15,7 +15,7 @@ from pure_loopgrad._effects import Effects, recomputing
 from pure_loopgrad._levels import active_levels, draws_for_nobody
 from pure_loopgrad._progress import Progress
 from pure_loopgrad._purity import FirstSight, foreign_draws_refused
-from pure_loopgrad._rng import Sources, is_generator, moved
+from pure_loopgrad._rng import Sources, moved
 from pure_loopgrad._run import Check, Run, reports_of
 from pure_loopgrad._shapes import Meta
 from pure_loopgrad.errors import LoopValueError
@@ -43,8 +43,8 @@ class Trace:
     @classmethod
     def begin(cls, tensors: Sequence[Tensor], skeletons: Sequence[_tree.Skeleton], n: int, run: Run) -> Trace:
         """A trace for a call that starts here and now."""
-        given = [leaf for skeleton in skeletons for leaf in skeleton.static if is_generator(leaf)]
-        sources = Sources.of(tensors, [*given, *run.generators])
+        leaves = (leaf for skeleton in skeletons for leaf in skeleton.static)
+        sources = Sources.of(tensors, leaves, run.generators)
         ambient, debug = Ambient.capture(sources.devices), run.nonfinite == "raise"
         return cls(sources, ambient, torch.is_grad_enabled(), run.check, debug, reports_of(run), n)
 

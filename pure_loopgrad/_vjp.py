@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -83,24 +83,26 @@ def vjp(
 def prepare_without_graph(
     body: Body, params: PyTree, xs: PyTree, options: Options, argnums: tuple[int, ...], memo: Memo | None = None
 ) -> tuple[Prepared, Mask]:
-    """The loop with live parameters as constants, and which of its inputs are differentiated.
-
-    Where some leaf of params requires grad, those that do not are frozen: that is how torch.nn freezes a layer.
-    """
+    """The loop with live parameters as constants, and which of its inputs are differentiated."""
     if isinstance(options.weights, Tensor):
         options = replace(options, weights=without_graph(options.weights))
     prepared = prepare(body, params, xs, resolved(body, params, xs, options, memo))
-    live = any(t.requires_grad and not is_wrapped(t) for t in prepared.consts)
-    over_params = [
-        0 in argnums and _tree.is_differentiable(t) and (not live or t.requires_grad or is_wrapped(t))
-        for t in prepared.consts
-    ]
+    over_params = [0 in argnums and marked for marked in not_frozen(prepared.consts)]
     n_xs = prepared.xs_skeleton.n_tensors  # weights may stand behind them
     over_xs = [1 in argnums and i < n_xs and _tree.is_differentiable(t) for i, t in enumerate(prepared.xs)]
     constant = replace(
         prepared, consts=[without_graph(t) for t in prepared.consts], xs=[without_graph(t) for t in prepared.xs]
     )
     return constant, (*over_params, *over_xs)
+
+
+def not_frozen(consts: Sequence[Tensor]) -> list[bool]:
+    """Which tensors of params are differentiated.
+
+    Where some leaf requires grad, those that do not are frozen: that is how torch.nn freezes a layer.
+    """
+    live = any(t.requires_grad and not is_wrapped(t) for t in consts)
+    return [_tree.is_differentiable(t) and (not live or t.requires_grad or is_wrapped(t)) for t in consts]
 
 
 def _cotangent_leaves(ys: PyTree, dys: PyTree) -> Gradients:

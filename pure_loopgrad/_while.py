@@ -12,7 +12,7 @@ from torch import Tensor
 from pure_loopgrad import _effects, _run, _tree
 from pure_loopgrad._eager import eager
 from pure_loopgrad._levels import is_recorded
-from pure_loopgrad._rng import Sources, is_generator
+from pure_loopgrad._rng import Sources
 from pure_loopgrad._scan import scan
 from pure_loopgrad._schedule import Plan, check_plan
 from pure_loopgrad._tree import PyTree
@@ -124,7 +124,7 @@ def while_loop(
     tensors, skeleton = _tree.split((params, init))
     if not is_recorded(tensors):
         return _run_while(cond, body, params, init, max_steps)[0]
-    sources = Sources.of(tensors, [*filter(is_generator, skeleton.static), *_run.current(run).generators])
+    sources = Sources.of(tensors, skeleton.static, _run.current(run).generators)
     state = sources.state()
     try:
         with torch.no_grad(), _effects.rehearsal():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import optree
@@ -208,10 +208,10 @@ def _fold_once(
     record, size = _run.current(run), check_chunk_size(chunk_size, task.n)
     folding = _Folding(task, folds, transform, randomness)
     if active_levels() == 0:
-        prepared = prepare(GradBody(task), task.consts, task.xs, Options("stack", None, None, size, run=record))
-        loop = replace(prepared.loop, body=replace(prepared.chunk, randomness=randomness))
-        with torch.no_grad(), first_pass_checked(loop.trace, prepared.inputs):
-            stream(loop, prepared.consts, prepared.xs, folding)
+        options = Options(chunk_size=size, randomness=randomness, run=record)
+        prepared = prepare(GradBody(task), task.consts, task.xs, options)
+        with torch.no_grad(), first_pass_checked(prepared.loop.trace, prepared.inputs):
+            stream(prepared.loop, prepared.consts, prepared.xs, folding)
         return folding.finish()
     for its in chunks(task.n, size):  # one loop a chunk, whose derivative is a loop again
         xs = [x.narrow(0, its.start, len(its)) for x in task.xs]

@@ -12,10 +12,11 @@ import optree
 import torch
 from torch import Tensor
 
+from pure_loopgrad._body import accumulation_dtype
 from pure_loopgrad._clip import clip_leaf_norms as clip_leaf_norms
 from pure_loopgrad._clip import clip_norm as clip_norm
 from pure_loopgrad._folding import Fold as Fold
-from pure_loopgrad._folding import add_sums, norms_of, numbers, rows, wide, zeros
+from pure_loopgrad._folding import add_sums, norms_of, numbers, rows, zeros
 from pure_loopgrad._moments import Moments as Moments
 from pure_loopgrad._moments import NoiseScale as NoiseScale
 from pure_loopgrad._moments import moments as moments
@@ -112,7 +113,7 @@ def inner(direction: PyTree) -> Fold:
 
     def products(grads: PyTree) -> Tensor:
         pairs = zip(optree.tree_leaves(grads), flat, strict=True)
-        return torch.stack([(rows(g) @ d.to(wide(g.dtype))).real for g, d in pairs]).sum(0)
+        return torch.stack([(rows(g) @ d.to(accumulation_dtype(g.dtype))).real for g, d in pairs]).sum(0)
 
     return numbers(products)
 

@@ -120,6 +120,6 @@ def plan(
 
 def _outputs(subject: Subject) -> tuple[int, int]:
     """Bytes of one iteration's outputs, and how many differentiable numbers they hold."""
-    ys = subject.outputs()
+    ys = subject.outputs
     floats = [y for y in ys if _tree.is_differentiable(y)]
     return sum(y.nbytes for y in ys), sum(y.numel() for y in floats)
