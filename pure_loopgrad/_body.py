@@ -155,8 +155,10 @@ class Once:
 
 def scale_derivative(y: Tensor, w: Tensor) -> Tensor:
     """y, with w times its derivative, of any order and in either mode."""
-    if not _tree.is_differentiable(y) or not (y.requires_grad or active_levels() > 0):
+    if not _tree.is_differentiable(y):
         return y
+    if not torch.compiler.is_dynamo_compiling() and not y.requires_grad and active_levels() == 0:
+        return y  # nothing is differentiated
     still = y.detach()
     change = torch.where(torch.isfinite(still), y - still, 0)  # zero, but for its derivative
     return still + (change * w).to(y.dtype)

@@ -19,6 +19,7 @@ from pure_loopgrad import _effects, _tree
 from pure_loopgrad._accumulate import Consumer, Outputs, with_storage
 from pure_loopgrad._body import ChunkBody
 from pure_loopgrad._capture import version_of
+from pure_loopgrad._compile import RunChunk, chunk_runner
 from pure_loopgrad._derived import JvpBody, Mask, VjpBody, VmapBody, put, user_inputs_batched
 from pure_loopgrad._eager import eager
 from pure_loopgrad._nonfinite import check_derivative, check_sums
@@ -137,6 +138,7 @@ def _run(loop: Loop, consts: Tensors, xs: Tensors) -> tuple[list[Tensor], list[T
 def stream(loop: Loop, consts: Tensors, xs: Tensors, outputs: Consumer) -> None:
     """Runs the chunks in order and hands each over, to be added up, stacked or folded."""
     versions = [version_of(t) for t in (*consts, *xs)]
+    run = chunk_runner(loop.body, loop.trace)
     random_numbers = loop.tape.recording if loop.first_pass else loop.tape.replaying
     with _effects.running(loop.trace, recomputation=not loop.first_pass), random_numbers(loop.trace.sources) as rng:
         for i, iterations in enumerate(chunks(loop.n, loop.chunk_size)):
@@ -145,7 +147,7 @@ def stream(loop: Loop, consts: Tensors, xs: Tensors, outputs: Consumer) -> None:
                 continue
             loop.trace.iterations = iterations
             rng.start(i)
-            _add_chunk(loop, outputs, consts, xs)
+            _add_chunk(loop, run, outputs, consts, xs)
             rng.finish(i)
             if loop.trace.progress is not None and loop.n == loop.trace.n:  # a part of a scan reports its steps itself
                 loop.trace.progress(iterations.stop, loop.n, loop.body.what)
@@ -180,18 +182,20 @@ def chunks(n: int, size: int) -> Iterator[range]:
     return (range(start, min(start + size, n)) for start in range(0, n, size))
 
 
-def _add_chunk(loop: Loop, outputs: Consumer, consts: Tensors, xs: Tensors) -> None:
+def _add_chunk(loop: Loop, run: RunChunk, outputs: Consumer, consts: Tensors, xs: Tensors) -> None:
     """A call of its own, so that nothing refers to a chunk when the next one starts."""
-    found = _run_chunk(loop, consts, xs)
+    found = _run_chunk(loop, run, consts, xs)
     outputs.add(loop.trace.iterations, *found)
     if loop.trace.debug_nonfinite:
         _refuse_nonfinite(loop, consts, xs, found, outputs)
 
 
-def _run_chunk(loop: Loop, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
+def _run_chunk(loop: Loop, run: RunChunk, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
     it = loop.trace.iterations
     try:
-        return loop.body(consts, [x.narrow(0, it.start, len(it)) for x in xs])
+        # a shorter last chunk has shapes of its own, for which it is not worth compiling
+        call = run if len(it) == loop.chunk_size else loop.body
+        return call(consts, [x.narrow(0, it.start, len(it)) for x in xs])
     except LoopGradError:
         raise
     except Exception as error:

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from pure_loopgrad import _tree
 from pure_loopgrad._capture import Watch, refuse_captured
+from pure_loopgrad._compile import compiled
 from pure_loopgrad._derived import Mask, linearise, put
 from pure_loopgrad._levels import active_levels
 from pure_loopgrad._reduce import Prepared
+from pure_loopgrad._run import Compile
 from pure_loopgrad.errors import LoopTypeError
 
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
@@ -65,12 +67,27 @@ def _value_and_grads(fn: Callable[..., tuple[Tensor]], primals: list[Tensor]) ->
 
 def _watched(loss: Loss, args: tuple[Any, Any], given: Sequence[Tensor], prepared: Prepared) -> Tensor:
     """The loss's value; a loss that reads a parameter of its own is refused like a body that does."""
-    if prepared.loop.trace.check == "off":
-        return scalar(loss(*args), "the loss")
+    trace = prepared.loop.trace
+    call: Loss = loss if trace.compile is False or active_levels() > 0 else _Compiled(loss, trace.compile)
+    if trace.check == "off":
+        return scalar(call(*args), "the loss")
     with Watch(loss, given, what="loss") as watch:
-        value = scalar(loss(*args), "the loss")
+        value = scalar(call(*args), "the loss")
     refuse_captured(watch, given, [value])
     return value
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    loss: Loss
+    compile: Compile
+
+    def __call__(self, params: Any, reduced: Any) -> Tensor:
+        return cast(Tensor, compiled(_call, self.loss, "loss", self.compile, self.loss, params, reduced))
+
+
+def _call(loss: Loss, params: Any, reduced: Any) -> Tensor:
+    return loss(params, reduced)
 
 
 def scalar(value: Any, what: str) -> Tensor:

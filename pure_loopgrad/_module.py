@@ -164,6 +164,11 @@ class _Frozen:
 
     named: _Named
 
+    @property
+    def compile_key(self) -> nn.Module:
+        """What stays the same where `from_module` is called again."""
+        return self.named.module
+
     def __call__(self, params: NamedTensors, x: Any) -> Any:
         buffers = {name: t.detach() for name, t in params.items() if name in self.named.buffers}
         if self.named.may_change:
@@ -178,6 +183,11 @@ class _Updating:
     named: _Named
     # one copy of each buffer for as long as it does not change, by name, with the version that it is a copy of
     held: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
+
+    @property
+    def compile_key(self) -> nn.Module:
+        """See `_Frozen`."""
+        return self.named.module
 
     def __call__(self, params: NamedTensors, x: Any) -> Any:
         named = self.named

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from pure_loopgrad._offload import Offload, check_offload
 from pure_loopgrad._progress import Progress, reporter
@@ -14,6 +14,7 @@ from pure_loopgrad._rng import source_of
 from pure_loopgrad.errors import LoopValueError
 
 Check = Literal["off", "first", "all"]
+Compile: TypeAlias = "bool | Callable[[Callable[..., Any]], Callable[..., Any]]"
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,12 @@ class Run:
         nonfinite: see `debug_nonfinite`.
         memory_budget: bytes that a loop with `chunk_size="auto"` may take beyond its inputs; by default half of the
             memory that is free.
+        compile: True to run chunks, steps, their derivatives and the loss through `torch.compile`, or a function that
+            compiles another one (`functools.partial(torch.compile, mode="max-autotune")`; the same object each time,
+            as what it compiled is found by it). Each is compiled at its first use, which takes seconds, and is found
+            again by the code of the body, also by closures that are made anew. The chunks that `check` names run as
+            they are, as do the first chunk of a call, a shorter last one, bodies that draw random numbers or update
+            buffers, a scan with a `window`, and, with one warning, what cannot be compiled.
         progress: True for bars (with the extra `progress`), or a function that is called as `(done, n, what)` after
             each chunk or step, `what` being `"forward pass"`, `"vjp"` or `"jvp"`.
 
@@ -64,6 +71,7 @@ class Run:
     generators: tuple[Any, ...] = ()
     nonfinite: Literal["ignore", "raise"] = "ignore"
     memory_budget: int | None = None
+    compile: Compile = False
     progress: bool | Progress = False
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -100,6 +100,8 @@ def scan(
     everything = [*consts, *carry, *x_tensors]
     skeletons = (params_skeleton, _tree.Skeleton.of_tensors(carry_spec), x_skeleton)
     record = _run.current(run)
+    if window is not None:
+        record = replace(record, compile=False)  # the number of the step decides what it does
     trace = Trace.begin(everything, skeletons, n, record)
     step = UserBody(_Step(body, carry, carry_spec, trace, window), skeletons, trace)
     if n == 0:

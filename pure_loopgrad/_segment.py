@@ -20,6 +20,7 @@ from torch import Tensor
 from pure_loopgrad import _tree
 from pure_loopgrad._accumulate import Stack, Sum
 from pure_loopgrad._body import Labels
+from pure_loopgrad._compile import run_part
 from pure_loopgrad._derived import Mask, linearise, put, zeros_for_none
 from pure_loopgrad._effects import recomputing
 from pure_loopgrad._levels import active_levels, is_recorded
@@ -86,7 +87,11 @@ class Segment:
     def _run_step(self, i: int, params: Tensors, carry: Tensors, xs: Tensors) -> list[Tensor]:
         trace = self.step.trace
         trace.iterations = range(self.start + i, self.start + i + 1)
-        outs = self.step(*params, *carry, *(x.select(0, self._at(i)) for x in xs))
+        inputs = [*params, *carry, *(x.select(0, self._at(i)) for x in xs)]
+        if trace.compile is False or is_recorded(inputs):
+            outs = self.step(*inputs)
+        else:
+            outs = run_part(_call_step, self.step, "step", self.step, inputs)
         if trace.progress is not None and not recomputing():
             trace.progress(self.start + i + 1, trace.n, self.what)
         return outs
@@ -197,18 +202,15 @@ class _Backward:
         inputs = [*self.params, *carry, *(x.select(0, at) for x in self.xs)]
         mask = (*self.wrt_params, *self.floats, *self.wrt_xs)
         given = [*self.dcarry, *(None if d is None else d.select(0, at) for d in self.dys)]
-        wanted = [d is not None for d in given]
+        wanted = tuple(d is not None for d in given)
 
-        def outputs(*primals: Tensor) -> tuple[tuple[Tensor, ...], tuple[()]]:
-            full = put(inputs, mask, primals)
-            segment.step.trace.iterations = range(segment.start + i, segment.start + i + 1)
-            return tuple(compress(segment.step(*full), wanted)), ()
-
-        primals = list(compress(inputs, mask))
-        if not primals or not any(wanted):
+        if not any(mask) or not any(wanted):
             return
-        _, pullback, _ = linearise(outputs, primals)
-        every = zeros_for_none(pullback([d for d in given if d is not None], True), primals)
+        segment.step.trace.iterations = range(segment.start + i, segment.start + i + 1)
+        cotangents = [d for d in given if d is not None]
+        every = run_part(
+            _pull_back_step, segment.step, ("vjp", mask, wanted), segment.step, inputs, mask, wanted, cotangents
+        )
         if segment.step.trace.debug_nonfinite:
             self._check_finite(mask, every, inputs, given)
         grads = iter(every)
@@ -232,6 +234,21 @@ class _Backward:
         """One for each marked input."""
         carry = [d for d, w in zip(self.dcarry, self.wrt_carry, strict=True) if w and d is not None]
         return [*(t.value() for t in self.dparams), *carry, *(s.value() for s in self.dxs)]
+
+
+def _call_step(step: UserBody, inputs: Tensors) -> list[Tensor]:
+    return step(*inputs)
+
+
+def _pull_back_step(step: UserBody, inputs: Tensors, mask: Mask, wanted: Mask, cotangents: Tensors) -> list[Tensor]:
+    """The gradients of a step's marked inputs from the cotangents of its wanted outputs."""
+
+    def outputs(*primals: Tensor) -> tuple[tuple[Tensor, ...], tuple[()]]:
+        return tuple(compress(step(*put(inputs, mask, primals)), wanted)), ()
+
+    primals = list(compress(inputs, mask))
+    _, pullback, _ = linearise(outputs, primals)
+    return zeros_for_none(pullback(cotangents, True), primals)
 
 
 def _cat(parts: tuple[Tensor, ...], reverse: bool) -> Tensor:

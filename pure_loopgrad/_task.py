@@ -43,6 +43,7 @@ class Task:
         ]
         over_xs = [1 in argnums and _tree.is_differentiable(t) for t in x_tensors]
         n = _tree.leading_axis(x_tensors, x_skeleton)
+        _ = params_skeleton.template, x_skeleton.template  # made before dynamo asks for them, which cannot make them
         constants, inputs = [without_graph(t) for t in consts], [without_graph(t) for t in x_tensors]
         return cls(body, constants, inputs, params_skeleton, x_skeleton, (*over_params, *over_xs), n)
 
@@ -84,18 +85,19 @@ class GradBody:
             nonlocal spec
             full = put(inputs, task.mask, primals)
             out = task.body(task.params.fill(full[: len(consts)]), task.x.fill(full[len(consts) :]))
-            out, aux = self._parted(out)
-            leaves, spec = _tree.numbers_to_tensors(aux, inputs, "aux")
+            leaves: list[Tensor] = []
+            if self.has_aux:
+                out, aux = _parted(out)
+                leaves, spec = _tree.numbers_to_tensors(aux, inputs, "aux")
             return (scalar(out, "the body's output"),), tuple(leaves)
 
         primals = list(compress(inputs, task.mask))
         (out,), pullback, aux = linearise(value, primals)
-        assert spec is not None
-        return zeros_for_none(pullback([torch.ones_like(out)], True), primals), spec.unflatten(aux)
+        grads = zeros_for_none(pullback([torch.ones_like(out)], True), primals)
+        return grads, None if spec is None else spec.unflatten(aux)
 
-    def _parted(self, out: Any) -> tuple[Any, PyTree]:
-        if not self.has_aux:
-            return out, None
-        if not isinstance(out, tuple) or len(out) != 2:
-            raise LoopTypeError(f"with has_aux, the body returns (scalar, aux), not a {type(out).__name__}")
-        return out
+
+def _parted(out: Any) -> tuple[Any, PyTree]:
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise LoopTypeError(f"with has_aux, the body returns (scalar, aux), not a {type(out).__name__}")
+    return out

@@ -12,6 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
+from pure_loopgrad._template import Slot, Template
 from pure_loopgrad.errors import LoopTypeError, LoopValueError
 
 PyTree: TypeAlias = Any
@@ -33,8 +34,15 @@ class Skeleton:
         """How many leaves are tensors."""
         return sum(leaf is _HOLE for leaf in self.static)
 
+    @functools.cached_property
+    def template(self) -> Template:
+        """The same in plain Python."""
+        return Template(self.fill([Slot(i) for i in range(self.n_tensors)]), self.n_tensors)
+
     def fill(self, tensors: Sequence[Any]) -> PyTree:
         """Puts one value back where each tensor was."""
+        if torch.compiler.is_dynamo_compiling():
+            return self.template.fill(tensors)
         if self.n_tensors == len(self.static):  # as nearly always; this runs in every iteration
             return tensors[0] if self.spec.is_leaf() else self.spec.unflatten(tensors)
         values = iter(tensors)

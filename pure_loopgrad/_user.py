@@ -14,6 +14,7 @@ from pure_loopgrad._capture import Watch, refuse_captured
 from pure_loopgrad._effects import recomputing
 from pure_loopgrad._nonfinite import check_outputs
 from pure_loopgrad._purity import REMEDY
+from pure_loopgrad._rng import moved
 from pure_loopgrad._shapes import Meta
 from pure_loopgrad._trace import Trace, where
 from pure_loopgrad.errors import ImpureBodyError, LoopGradError, add_note
@@ -36,14 +37,33 @@ class UserBody:
     __name__: ClassVar[str] = "body"  # torch.vmap asks for it at each call, and would take the repr of all this
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        if torch.compiler.is_dynamo_compiling():
+            return self._traced(tensors)
         trace = self.trace
         if not trace.settled:
             with trace.ambient.restored():
                 return self._called(tensors, trace)
         return self._called(tensors, trace)
 
+    def _traced(self, tensors: Tensors) -> list[Tensor]:
+        """Inside a chunk that is compiled, which is none of those that are checked: nothing but the body itself, and
+        the shapes, which are compared while dynamo traces and cost nothing afterwards.
+        """
+        trace = self.trace
+        assert trace.outputs is not None
+        with torch.set_grad_enabled(trace.grad_mode):
+            out = self.fn(*self._arguments(tensors))
+        found = trace.outputs.template.take(out)
+        device = tensors[0].device if tensors else None
+        leaves = [y if isinstance(y, Tensor) else torch.tensor(y, device=device) for y in found]
+        for y, first in zip(leaves, trace.shapes, strict=True):
+            if y.shape[self.leading :] != first.shape or y.dtype != first.dtype:
+                raise ImpureBodyError("an output has changed")  # the eager run that follows says which
+        return leaves
+
     def _called(self, tensors: Tensors, trace: Trace) -> list[Tensor]:
         checking, trace.effects.cursor = trace.checking, 0
+        before = trace.sources.state() if trace.compile is not False and trace.outputs is None else None
         if trace.grad_mode and not torch.is_grad_enabled():
             # the caller's grad mode, as in a plain loop; inputs are detached, so that this records nothing by itself
             with torch.enable_grad():
@@ -51,6 +71,8 @@ class UserBody:
         else:
             leaves, spec = self._outputs(tensors, checking)
         self._compare_with_first(leaves, spec)
+        if before is not None:
+            trace.draws = moved(before, trace.sources.state())
         if checking:
             self._compare_values(leaves)
         if trace.debug_nonfinite:
