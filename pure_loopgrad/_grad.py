@@ -98,6 +98,7 @@ def value_and_grad(
     @eager
     def value_and_gradient(params: PyTree, xs: PyTree) -> tuple[Tensor, PyTree]:
         prepared, wrt = prepare_without_graph(body, params, xs, options, which, memo)
+        prepared = prepared.saving(wrt)
         first = _first_pass(prepared, wrt, plan)
         pulled = pull_back_loss(loss, prepared, wrt, first.raw)
         if first.is_enough:

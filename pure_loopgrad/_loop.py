@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from pure_loopgrad._derived import JvpBody, Mask, VjpBody, VmapBody, put, user_i
 from pure_loopgrad._eager import eager
 from pure_loopgrad._nonfinite import check_derivative, check_sums
 from pure_loopgrad._purity import refuse_changed_inputs
+from pure_loopgrad._residuals import Residuals
 from pure_loopgrad._rng import RngTape
 from pure_loopgrad._trace import Trace, where
 from pure_loopgrad._user import Tensors
@@ -42,6 +43,7 @@ class Loop:
     tape: RngTape = field(default_factory=RngTape)
     first_pass: bool = True  # else a later one, which replays what the first one saw
     idle: tuple[bool, ...] = ()  # the iterations without a derivative, which later passes leave out
+    residuals: Residuals | None = None  # what is kept of the first pass
 
     def __call__(self, consts: Tensors, xs: Tensors) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Runs the loop under whatever transforms are active. Returns (sums, stacks)."""
@@ -191,11 +193,17 @@ def _add_chunk(loop: Loop, run: RunChunk, outputs: Consumer, consts: Tensors, xs
 
 
 def _run_chunk(loop: Loop, run: RunChunk, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
-    it = loop.trace.iterations
+    it, kept = loop.trace.iterations, loop.residuals
+    chunk = it.start // loop.chunk_size
+    inputs = consts, [x.narrow(0, it.start, len(it)) for x in xs]
     try:
+        if kept is not None and loop.first_pass and kept.wants(chunk, loop.body):
+            return kept.record(chunk, *inputs)
+        if kept is not None and not loop.first_pass and kept.holds(chunk, loop.body):
+            return kept.pull_back(chunk, cast(VjpBody, loop.body), *inputs)
         # a shorter last chunk has shapes of its own, for which it is not worth compiling
         call = run if len(it) == loop.chunk_size else loop.body
-        return call(consts, [x.narrow(0, it.start, len(it)) for x in xs])
+        return call(*inputs)
     except LoopGradError:
         raise
     except Exception as error:

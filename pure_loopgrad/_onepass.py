@@ -46,13 +46,18 @@ class OnePassBody:
         return sum(prod(m.shape) for m in self.base.body.trace.shapes if m.dtype.is_floating_point)
 
     @property
+    def known(self) -> bool:
+        """Whether the body has run."""
+        return bool(self.base.body.trace.shapes)
+
+    @property
     def pays(self) -> bool:
         """Whether the jacobian is worth carrying; known once the body has run. A complex z would need two rows."""
         is_complex = any(m.dtype.is_complex for m in self.base.body.trace.shapes)
         return 0 < self.n_numbers <= self.limit and not is_complex
 
     def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
-        if self.base.body.trace.shapes and not self.pays:
+        if self.known and not self.pays:
             return self.base(consts, xs)
         inputs = [*consts, *xs]
 

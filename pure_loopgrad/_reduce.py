@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from pure_loopgrad import _run, _tree
 from pure_loopgrad._body import Chunk, ChunkSize, Randomness, check_chunk_size
-from pure_loopgrad._levels import is_wrapped
+from pure_loopgrad._levels import active_levels, is_wrapped
 from pure_loopgrad._loop import Loop
+from pure_loopgrad._residuals import Residuals
 from pure_loopgrad._trace import Trace, first_pass_checked
 from pure_loopgrad._tree import PyTree
 from pure_loopgrad._user import UserBody
@@ -60,6 +62,16 @@ class Prepared:
     @property
     def inputs(self) -> list[Tensor]:
         return [*self.consts, *self.xs]
+
+    def saving(self, wrt: Sequence[bool]) -> Prepared:
+        """The same, with what `Run.save` allows kept of the first pass for gradients of the marked inputs."""
+        loop, save = self.loop, self.loop.trace.save
+        mask = tuple(w and _tree.is_differentiable(t) for w, t in zip(wrt, self.inputs, strict=True))
+        if save in ("nothing", 0) or not any(mask) or active_levels() > 0 or loop.trace.debug_nonfinite:
+            return self
+        budget = save if isinstance(save, int) else inf
+        kept = Residuals(self.chunk, mask, budget, -(-loop.n // loop.chunk_size))
+        return replace(self, loop=replace(loop, residuals=kept))
 
     def run(self) -> list[Tensor]:
         """The raw outputs: wide sums, or stacks."""

@@ -13,6 +13,7 @@ from pure_loopgrad._progress import Progress, reporter
 from pure_loopgrad._rng import source_of
 from pure_loopgrad.errors import LoopValueError
 
+Save: TypeAlias = "int | Literal['nothing', 'everything']"
 Check = Literal["off", "first", "all"]
 Compile: TypeAlias = "bool | Callable[[Callable[..., Any]], Callable[..., Any]]"
 
@@ -46,6 +47,10 @@ class Run:
         nonfinite: see `debug_nonfinite`.
         memory_budget: bytes that a loop with `chunk_size="auto"` may take beyond its inputs; by default half of the
             memory that is free.
+        save: what a loop over independent iterations keeps of its first pass for the backward: `"nothing"`,
+            `"everything"`, or as many of its last chunks as fit into a number of bytes. These are not run again, so
+            that time goes from n (2F + B) to n (F + B) as memory is given. Each is used once, by `.backward()`,
+            `value_and_grad` or `vjp`; under torch.func transforms nothing is kept.
         compile: True to run chunks, steps, their derivatives and the loss through `torch.compile`, or a function that
             compiles another one (`functools.partial(torch.compile, mode="max-autotune")`; the same object each time,
             as what it compiled is found by it). Each is compiled at its first use, which takes seconds, and is found
@@ -71,6 +76,7 @@ class Run:
     generators: tuple[Any, ...] = ()
     nonfinite: Literal["ignore", "raise"] = "ignore"
     memory_budget: int | None = None
+    save: Save = "nothing"
     compile: Compile = False
     progress: bool | Progress = False
 
@@ -79,11 +85,17 @@ class Run:
             raise LoopValueError(f"check={self.check!r}: expected 'off', 'first' or 'all'")
         if self.nonfinite not in ("ignore", "raise"):
             raise LoopValueError(f"nonfinite={self.nonfinite!r}: expected 'ignore' or 'raise'")
+        if self.save not in ("nothing", "everything") and not _is_count(self.save):
+            raise LoopValueError(f"save={self.save!r}: expected 'nothing', 'everything' or a number of bytes")
         check_offload(self.offload)
         for generator in self.generators:
             source_of(generator)
-        if self.memory_budget is not None and self.memory_budget < 0:
-            raise LoopValueError(f"memory_budget={self.memory_budget}: expected a number of bytes")
+        if self.memory_budget is not None and not _is_count(self.memory_budget):
+            raise LoopValueError(f"memory_budget={self.memory_budget!r}: expected a number of bytes")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 _current: ContextVar[Run] = ContextVar("pure_loopgrad_run", default=Run())  # noqa: B039  # it is frozen

@@ -16,7 +16,7 @@ from pure_loopgrad._levels import active_levels, draws_for_nobody
 from pure_loopgrad._progress import Progress
 from pure_loopgrad._purity import FirstSight, foreign_draws_refused
 from pure_loopgrad._rng import Sources, moved
-from pure_loopgrad._run import Check, Compile, Run, reports_of
+from pure_loopgrad._run import Check, Compile, Run, Save, reports_of
 from pure_loopgrad._shapes import Meta
 from pure_loopgrad.errors import LoopValueError
 
@@ -32,6 +32,7 @@ class Trace:
     debug_nonfinite: bool
     progress: Progress | None
     compile: Compile
+    save: Save
     n: int  # iterations of the whole loop, for messages
     outputs: _tree.Skeleton | None = None
     shapes: list[Meta] = field(default_factory=list)  # of one iteration's outputs
@@ -47,7 +48,9 @@ class Trace:
         leaves = (leaf for skeleton in skeletons for leaf in skeleton.static)
         sources = Sources.of(tensors, leaves, run.generators)
         ambient, debug = Ambient.capture(sources.devices), run.nonfinite == "raise"
-        return cls(sources, ambient, torch.is_grad_enabled(), run.check, debug, reports_of(run), run.compile, n)
+        return cls(
+            sources, ambient, torch.is_grad_enabled(), run.check, debug, reports_of(run), run.compile, run.save, n
+        )
 
     @property
     def checking(self) -> bool:

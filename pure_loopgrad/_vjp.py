@@ -69,6 +69,7 @@ def vjp(
     """
     options = Options(reduce, weights, grad_weights, chunk_size, batched, randomness, run)
     prepared, wrt = prepare_without_graph(body, params, xs, options, (0, 1))
+    prepared = prepared.saving(wrt)
     raw = prepared.run()
     ys = prepared.finish(raw)
 
