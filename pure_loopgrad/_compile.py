@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from pure_loopgrad._body import ChunkBody
+from pure_loopgrad._identity import identity_of
 from pure_loopgrad._levels import active_levels
 from pure_loopgrad._run import Compile
 from pure_loopgrad._trace import Trace
@@ -110,7 +111,7 @@ def _entry(fn: Function, user: Function, kind: Hashable, compile_: Compile) -> E
 
 
 def _entries_of(user: Function) -> dict[tuple[Hashable, Compile], Entry]:
-    key = _code_of(user)
+    key = identity_of(user)
     if key not in _entries and len(_entries) >= MAX_BODIES:
         del _entries[next(iter(_entries))]  # the oldest
     return _entries.setdefault(key, {})
@@ -125,15 +126,6 @@ def _guards_of_the_user(entries: Sequence[Any]) -> list[bool]:
     """Leaves out the guards on globals of this library and of Python, a third of the time of a small chunk."""
     ours = ("G['__import_pure_loopgrad", "G['__builtins_dict")
     return [not (entry.is_global and entry.name.startswith(ours)) for entry in entries]
-
-
-def _code_of(user: Any) -> Any:
-    """What stays the same where a function is made anew."""
-    user = inspect.unwrap(user)
-    while isinstance(user, functools.partial):
-        user = inspect.unwrap(user.func)
-    user = getattr(user, "compile_key", getattr(user, "__func__", user))
-    return getattr(user, "__code__", user)
 
 
 def _give_up(user: Function, kind: Hashable, compile_: Compile, reason: str) -> None:

@@ -16,7 +16,6 @@ from pure_loopgrad._derived import Mask, put
 from pure_loopgrad._eager import eager
 from pure_loopgrad._loop import pull_back_loop
 from pure_loopgrad._loss import Gradients, Loss, pull_back_loss
-from pure_loopgrad._measure import Memo
 from pure_loopgrad._onepass import OnePassBody, contract
 from pure_loopgrad._reduce import Body, Options, Prepared, Reduce, Weights
 from pure_loopgrad._tree import PyTree
@@ -93,11 +92,10 @@ def value_and_grad(
     options = Options(reduce, weights, grad_weights, chunk_size, batched, randomness, run)
     which = check_argnums(argnums)
     _check_plan(plan, reduce, loss)
-    memo: Memo = {}  # of chunk_size="auto", which takes some time to find
 
     @eager
     def value_and_gradient(params: PyTree, xs: PyTree) -> tuple[Tensor, PyTree]:
-        prepared, wrt = prepare_without_graph(body, params, xs, options, which, memo)
+        prepared, wrt = prepare_without_graph(body, params, xs, options, which)
         prepared = prepared.saving(wrt)
         first = _first_pass(prepared, wrt, plan)
         pulled = pull_back_loss(loss, prepared, wrt, first.raw)

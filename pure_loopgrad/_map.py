@@ -6,9 +6,9 @@ import torch
 
 from pure_loopgrad._body import ChunkSize, Randomness
 from pure_loopgrad._eager import eager
-from pure_loopgrad._measure import resolved
 from pure_loopgrad._reduce import Body, Options, Weights, prepare
 from pure_loopgrad._run import Run
+from pure_loopgrad._throughput import resolved
 from pure_loopgrad._tree import PyTree
 
 
@@ -37,8 +37,9 @@ def map(
         xs: a pytree whose tensors have a leading axis of length n; one entry an iteration. Other leaves are shared.
         grad_weights: n numbers or bools that scale each iteration's contribution to any derivative, and nothing in the
             values. Where one is zero (and, with chunks, all of the chunk), no derivative is computed.
-        chunk_size: how many iterations run at once, under `torch.vmap`; None for all, `"auto"` for what fits the memory
-            (see `plg.plan`). The last chunk is smaller.
+        chunk_size: how many iterations run at once, under `torch.vmap`; None for all, `"auto"` for the fastest that
+            fits the memory (see `plg.plan`), measured on the first iterations in the first call with these shapes.
+            The last chunk is smaller.
         batched: the body takes a whole chunk (every x with a leading axis) and returns ys with that axis.
         randomness: of random numbers in vmapped chunks, as in `torch.func.vmap`.
         run: options of the computation; see `Run`.

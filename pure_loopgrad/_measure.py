@@ -9,18 +9,17 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from pure_loopgrad import _tree
-from pure_loopgrad._body import check_chunk_size
 from pure_loopgrad._counting import LiveBytes
 from pure_loopgrad._loop import pull_back_loop
 from pure_loopgrad._reduce import Body, Options, prepare
-from pure_loopgrad._run import Run, current
+from pure_loopgrad._run import Run
 from pure_loopgrad._shapes import without_data
 from pure_loopgrad._tree import PyTree
 from pure_loopgrad.errors import ShapeInferenceError
@@ -28,6 +27,15 @@ from pure_loopgrad.errors import ShapeInferenceError
 QUIET = Run(check="off")
 BUSY = {"cpu": 2**26}  # bytes of a chunk beyond which more iterations at once gain nothing: the caches of a CPU
 BUSY_ELSEWHERE = 2**30
+
+
+def gradient_once(body: Body, params: PyTree, xs: PyTree, options: Options) -> None:
+    """Runs a loop and its pullback to params, from cotangents of ones."""
+    prepared = prepare(body, params, xs, options)
+    raw = prepared.run()
+    wrt = tuple(map(_tree.is_differentiable, prepared.consts)) + (False,) * len(prepared.xs)
+    cotangents = [torch.ones_like(r) if _tree.is_differentiable(r) else None for r in raw]
+    pull_back_loop(prepared.loop, prepared.inputs, wrt, cotangents)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,11 +73,7 @@ class Subject:
             xs = xs_of(n)
             with LiveBytes() as live:
                 options = replace(self.options, chunk_size=chunk_size, run=QUIET, weights=None, grad_weights=None)
-                prepared = prepare(self.body, params, xs, options)
-                raw = prepared.run()
-                wrt = tuple(map(_tree.is_differentiable, prepared.consts)) + (False,) * len(prepared.xs)
-                cotangents = [torch.ones_like(r) if _tree.is_differentiable(r) else None for r in raw]
-                pull_back_loop(prepared.loop, prepared.inputs, wrt, cotangents)
+                gradient_once(self.body, params, xs, options)
             return int(live.peak)
 
         return int(self.on_fakes(run))
@@ -181,32 +185,3 @@ def default_budget(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0]) // 2
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-
-
-Memo: TypeAlias = "dict[tuple[Any, ...], int]"
-
-
-def resolved(body: Body, params: PyTree, xs: PyTree, options: Options, memo: Memo | None = None) -> Options:
-    """The options with `chunk_size="auto"` replaced by a number.
-
-    Args:
-        body: as for the loop.
-        params: as for the loop.
-        xs: as for the loop.
-        options: as for the loop.
-        memo: sizes that the same body got before, by shapes and budget; to be kept by who calls it often.
-    """
-    if options.chunk_size != "auto":
-        check_chunk_size(options.chunk_size, 1)
-        return options
-    tensors, skeleton = _tree.split(xs)
-    n, device = _tree.leading_axis(tensors, skeleton), tensors[0].device
-    given = current(options.run).memory_budget
-    key = (given, *((t.shape, t.dtype, t.device) for t in [*_tree.split(params)[0], *tensors]))
-    if memo is not None and key in memo:
-        return replace(options, chunk_size=memo[key])
-    budget = default_budget(device) if given is None else given
-    size = chunk_size_for(Subject(body, params, xs, options), n, budget, device)
-    if memo is not None:
-        memo[key] = size
-    return replace(options, chunk_size=size)

@@ -165,7 +165,7 @@ class _Frozen:
     named: _Named
 
     @property
-    def compile_key(self) -> nn.Module:
+    def identity(self) -> nn.Module:
         """What stays the same where `from_module` is called again."""
         return self.named.module
 
@@ -185,7 +185,7 @@ class _Updating:
     held: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
 
     @property
-    def compile_key(self) -> nn.Module:
+    def identity(self) -> nn.Module:
         """See `_Frozen`."""
         return self.named.module
 

@@ -15,8 +15,8 @@ from pure_loopgrad._eager import eager
 from pure_loopgrad._levels import is_wrapped, without_graph
 from pure_loopgrad._loop import pull_back_loop
 from pure_loopgrad._loss import Gradients
-from pure_loopgrad._measure import Memo, resolved
 from pure_loopgrad._reduce import Body, Options, Prepared, Reduce, Weights, prepare
+from pure_loopgrad._throughput import resolved
 from pure_loopgrad._tree import PyTree
 from pure_loopgrad.errors import LoopValueError
 
@@ -82,12 +82,12 @@ def vjp(
 
 
 def prepare_without_graph(
-    body: Body, params: PyTree, xs: PyTree, options: Options, argnums: tuple[int, ...], memo: Memo | None = None
+    body: Body, params: PyTree, xs: PyTree, options: Options, argnums: tuple[int, ...]
 ) -> tuple[Prepared, Mask]:
     """The loop with live parameters as constants, and which of its inputs are differentiated."""
     if isinstance(options.weights, Tensor):
         options = replace(options, weights=without_graph(options.weights))
-    prepared = prepare(body, params, xs, resolved(body, params, xs, options, memo))
+    prepared = prepare(body, params, xs, resolved(body, params, xs, options))
     over_params = [0 in argnums and marked for marked in not_frozen(prepared.consts)]
     n_xs = prepared.xs_skeleton.n_tensors  # weights may stand behind them
     over_xs = [1 in argnums and i < n_xs and _tree.is_differentiable(t) for i, t in enumerate(prepared.xs)]

@@ -84,7 +84,8 @@ def plan(
         batched: see `plg.map`.
 
     Returns:
-        A `Plan`, whose `chunk_size` is the one that `chunk_size="auto"` would take.
+        A `Plan`, whose `chunk_size` is the largest that `chunk_size="auto"` would try: a power of two that fits, and
+        no larger than what keeps the device busy.
 
     Raises:
         ShapeInferenceError: the body needs data.

@@ -12,6 +12,7 @@ from torch import nn
 import pure_loopgrad as plg
 from pure_loopgrad._measure import Subject
 from pure_loopgrad._reduce import Options
+from pure_loopgrad._throughput import fastest
 from tests.memory import peak_bytes
 
 
@@ -103,7 +104,7 @@ def test_the_chunk_fits_the_budget(name):
     seen = []
     with plg.run(memory_budget=budget, progress=lambda done, n, what: seen.append(done)):
         plg.map(body, params, xs, chunk_size="auto")
-    assert seen[0] == plan.chunk_size
+    assert 1 <= seen[0] <= plan.chunk_size
 
 
 def test_auto_is_found_once_for_each_shape():
@@ -123,6 +124,61 @@ def test_auto_is_found_once_for_each_shape():
     assert counts[1] == counts[3] == 2  # one chunk, twice
     assert counts[0] > 2
     assert counts[2] > 2
+
+
+def test_auto_is_found_once_for_a_body_whatever_calls_it():
+    """A training loop calls `plg.map` in each step, with a closure that is made anew."""
+    calls = []
+
+    def step():
+        return plg.map(lambda w, x: (calls.append(0), torch.tanh(w @ x))[1], w, xs, chunk_size="auto")
+
+    w, xs = torch.ones(8, 8), torch.ones(6, 8)
+    step()
+    calls.clear()
+    step()
+    assert 1 <= len(calls) <= 6
+
+
+@pytest.mark.parametrize(
+    ("seconds", "largest", "best", "tried"),
+    [
+        ({1: 8, 2: 4, 4: 2, 8: 1}, 8, 8, [1, 2, 4, 8]),
+        ({1: 8, 2: 4, 4: 3.9, 8: 3.85, 16: 1}, 16, 2, [1, 2, 4, 8]),
+        ({1: 8, 2: 9, 4: 7, 6: 5}, 6, 6, [1, 2, 4, 6]),
+        ({1: 8}, 1, 1, []),
+    ],
+)
+def test_the_fastest_chunk(seconds, largest, best, tried):
+    seen = []
+    assert fastest(lambda size: (seen.append(size), seconds[size])[1], largest) == best
+    assert seen == tried
+
+
+def test_auto_is_measured_on_the_data_and_takes_large_chunks_of_a_tiny_body():
+    seen = []
+    run = plg.Run(progress=lambda done, n, what: seen.append(done))
+    w, xs = torch.ones(8, 8), torch.randn(4096, 8)
+    plg.map(lambda w, x: torch.tanh(w @ x), w, xs, chunk_size="auto", run=run)
+    assert seen[0] >= 64  # an iteration alone takes some fifty times as long
+
+
+def test_measuring_is_not_noticed():
+    """Neither by generators nor by buffers, nor by live parameters."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=False), nn.Dropout(0.5))
+    body, params = plg.from_module(net)
+    xs = torch.randn(8, 6, 3)
+    results = []
+    for size in (1, "auto"):
+        torch.manual_seed(0)
+        one = plg.map(body, params, xs[:0], chunk_size=size, randomness="different")
+        results.append((one, torch.get_rng_state()))
+        plg.map(body, params, xs, chunk_size=size, randomness="different").sum().backward()
+    assert torch.equal(results[0][1], results[1][1])
+    counted = nn.BatchNorm1d(3)
+    body, params = plg.from_module(counted)
+    plg.map(body, params, xs, chunk_size="auto")
+    assert counted.num_batches_tracked == 8
 
 
 def test_the_rule():
