@@ -1,16 +1,12 @@
-"""The same loop in JAX, run by an interpreter that has it: prints seconds and peak memory as JSON."""
+"""W4 in JAX."""
 
 from __future__ import annotations
 
-import json
 import math
-import statistics
-import sys
-import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from in_jax import main
 
 HIDDEN, BATCH = 256, 32
 
@@ -41,30 +37,15 @@ def by_equinox(p, c, xs):
     return eqxi.scan(lambda c, x: (step(p, c, x), None), c, xs, kind="checkpointed", checkpoints=40)[0]
 
 
-def resident_mib(field):
-    line = next(row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith(field))
-    return int(line.split()[1]) / 2**10
+def gradient(loop):
+    def of(p, xs):
+        weights = [p["0"], p["1"], p["2"]]
+        c = jnp.zeros((BATCH, HIDDEN))
+        grads = jax.grad(lambda weights: jnp.mean(loop(weights, c, xs) ** 2))(weights)
+        return {str(i): g for i, g in enumerate(grads)}
 
-
-def main():
-    loop = {"scan": by_scan, "segments": by_segments, "equinox": by_equinox}[sys.argv[1]]
-    n = int(sys.argv[2])
-    key = jax.random.split(jax.random.PRNGKey(0), 4)
-    p = [jax.random.normal(k, (HIDDEN, HIDDEN)) / math.sqrt(HIDDEN) for k in key[:3]]
-    c, xs = jnp.zeros((BATCH, HIDDEN)), 0.1 * jax.random.normal(key[3], (n, BATCH, HIDDEN))
-    f = jax.jit(jax.grad(lambda p: jnp.mean(loop(p, c, xs) ** 2)))
-    run = f.lower(p).compile()
-    Path("/proc/self/clear_refs").write_text("5")
-    base = resident_mib("VmRSS")
-    jax.block_until_ready(run(p))
-    mib = resident_mib("VmHWM") - base
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        jax.block_until_ready(run(p))
-        seconds.append(time.perf_counter() - start)
-    print(json.dumps({"seconds": statistics.median(seconds), "mib": mib}))
+    return of
 
 
 if __name__ == "__main__":
-    main()
+    main({"scan": gradient(by_scan), "segments": gradient(by_segments), "equinox": gradient(by_equinox)})

@@ -1,23 +1,23 @@
 """W3: InfoNCE over n pairs 256 wide, an MLP 256-512-128: every output meets every other.
 
-`gradient cache` is the algorithm of Gao et al. (arXiv 2101.06983) written plainly: outputs without a graph, the loss
-and its gradient at the outputs, then chunk after chunk again with a surrogate whose gradient is that cotangent. All
-bounded methods work in chunks of 64.
+`gradient cache` is the algorithm of Gao et al. (arXiv 2101.06983) written plainly. All bounded methods work in chunks
+of 64 pairs, unless they say otherwise; the cached loss of sentence-transformers also cuts the loss into such chunks,
+and so never holds all logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.floors import Run, by_backward, floors, streaming
+import pure_loopgrad as plg
+from benchmarks.floors import Method, Run, by_backward, floors, gradient_cache, in_double, streaming
 
-SIZES = [4096]
+SIZES = [1024, 4096]
 QUICK_SIZES = [512]
 CHUNK = 64
 Params = dict[str, Tensor]
@@ -49,20 +49,32 @@ def loss(_: Any, z: Tensor) -> Tensor:
     return F.cross_entropy(logits, torch.arange(len(z)))
 
 
-def gradient_cache(n: int) -> Run:
-    params, xs = setup(n)
-    live = {k: p.clone().requires_grad_() for k, p in params.items()}
+def whole_loop(p: Params, xs: Tensor) -> Tensor:
+    return loss(p, torch.stack([body(p, x) for x in xs]))
 
-    def run() -> list[Tensor]:
-        with torch.no_grad():
-            z = torch.cat([body(live, x) for x in xs.split(CHUNK)])
-        z.requires_grad_()
-        (dz,) = torch.autograd.grad(loss(None, z), z)
-        for p in live.values():
-            p.grad = None
-        for x, d in zip(xs.split(CHUNK), dz.split(CHUNK), strict=True):
-            (body(live, x) * d).sum().backward()
-        return [p.grad for p in live.values()]
+
+def sentence_transformers(n: int) -> Run:
+    """The cached loss of that package, with the encoder as its model."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
+
+    params, xs = setup(n)
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterDict(params)
+
+        def forward(self, features: dict[str, Tensor], **_: Any) -> dict[str, Tensor]:
+            return {**features, "sentence_embedding": encode(dict(self.weights), features["input_ids"])}
+
+    model = SentenceTransformer(modules=[Encoder()], device="cpu")
+    cached = CachedMultipleNegativesRankingLoss(model, scale=10.0, mini_batch_size=CHUNK)
+
+    def run() -> list[Tensor | None]:
+        model.zero_grad()
+        cached([{"input_ids": xs[:, 0]}, {"input_ids": xs[:, 1]}], None).backward()
+        return [dict(model[0].weights)[k].grad for k in params]
 
     return run
 
@@ -71,12 +83,30 @@ def checkpointed(p: Params, xs: Tensor) -> Tensor:
     return torch.cat([checkpoint(body, p, x, use_reentrant=False) for x in xs.split(CHUNK)])
 
 
-METHODS: dict[str, Callable[[int], Run]] = {
+METHODS: dict[str, Method] = {
     **floors(body, setup),
     "one full batch": by_backward(lambda p, xs: loss(p, body(p, xs)), setup),
     "torch.utils.checkpoint, chunks": by_backward(lambda p, xs: loss(p, checkpointed(p, xs)), setup),
-    "gradient cache, chunks": gradient_cache,
+    "gradient cache, chunks": gradient_cache(body, loss, setup, CHUNK),
+    "sentence-transformers, cached loss": sentence_transformers,
     "plg.value_and_grad, vmapped chunks": streaming(body, loss, setup, chunk_size=CHUNK),
     "plg.value_and_grad, batched chunks": streaming(body, loss, setup, chunk_size=CHUNK, batched=True),
     "plg.value_and_grad, chunk_size auto": streaming(body, loss, setup, chunk_size="auto", batched=True),
+    "plg.value_and_grad, batched chunks, all saved": streaming(
+        body, loss, setup, chunk_size=CHUNK, batched=True, run=plg.Run(save="everything")
+    ),
+    "plg.value_and_grad, batched chunks, compiled": streaming(
+        body, loss, setup, chunk_size=CHUNK, batched=True, run=plg.Run(compile=True)
+    ),
+    "plg.value_and_grad, batched chunks of 256, compiled": streaming(
+        body, loss, setup, chunk_size=256, batched=True, run=plg.Run(compile=True)
+    ),
+}
+
+REFERENCES: dict[str, Method] = {"": by_backward(whole_loop, in_double(setup))}
+
+# by the name of the method in contrastive_jax.py
+JAX_METHODS = {
+    "JAX lax.map of jax.checkpoint, chunks": "64",
+    "JAX lax.map of jax.checkpoint, chunks of 256": "256",
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import pure_loopgrad as plg
-from benchmarks.floors import Run, floors
+from benchmarks.floors import Method, Run, Setup, floors, in_double
 
 SIZES = [32, 64]
 QUICK_SIZES = [8]
@@ -45,7 +45,7 @@ def ours(p: Params, xs: Tensor) -> Tensor:
     return plg.mean(body, p, xs).square().mean()
 
 
-def product(loss: Callable[[Params, Tensor], Tensor], forward: bool) -> Callable[[int], Run]:
+def product(loss: Callable[[Params, Tensor], Tensor], forward: bool, setup: Setup = setup) -> Method:
     def with_n(n: int) -> Run:
         params, xs = setup(n)
         v = {k: torch.ones_like(p) for k, p in params.items()}
@@ -64,10 +64,12 @@ def product(loss: Callable[[Params, Tensor], Tensor], forward: bool) -> Callable
     return with_n
 
 
-METHODS: dict[str, Callable[[int], Run]] = {
+METHODS: dict[str, Method] = {
     **floors(body, setup),
     "forward over reverse: plain loop": product(plain, forward=True),
     "forward over reverse: plg.mean": product(ours, forward=True),
     "reverse over reverse: plain loop": product(plain, forward=False),
     "reverse over reverse: plg.mean": product(ours, forward=False),
 }
+
+REFERENCES: dict[str, Method] = {"": product(plain, forward=True, setup=in_double(setup))}

@@ -5,16 +5,15 @@ All bounded methods work in chunks of 16 patches, on which the CNN is at its bes
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.floors import Run, by_backward, floors, streaming
+import pure_loopgrad as plg
+from benchmarks.floors import Method, by_backward, floors, gradient_cache, in_double, streaming
 
-SIZES = [2048]
+SIZES = [256, 2048]
 QUICK_SIZES = [128]
 CHUNK = 16
 Params = dict[str, Tensor]
@@ -47,7 +46,11 @@ def setup(n: int) -> tuple[Params, Tensor]:
 
 def loss(p: Params, h: Tensor) -> Tensor:
     weights = torch.softmax(torch.tanh(h @ p["attention"].T) @ p["score"][0], 0)
-    return F.binary_cross_entropy_with_logits(p["head"][0] @ (weights @ h), torch.tensor(1.0))
+    return F.binary_cross_entropy_with_logits(p["head"][0] @ (weights @ h), weights.new_ones(()))
+
+
+def whole_loop(p: Params, xs: Tensor) -> Tensor:
+    return loss(p, torch.stack([one(p, x) for x in xs]))
 
 
 def checkpointed(p: Params, xs: Tensor) -> Tensor:
@@ -60,12 +63,27 @@ def features_only(n: int) -> tuple[Params, Tensor]:
     return {k: params[k] for k in ("conv1", "conv2", "out")}, xs
 
 
-METHODS: dict[str, Callable[[int], Run]] = {
+METHODS: dict[str, Method] = {
     **floors(one, features_only),
-    "plain loop": by_backward(lambda p, xs: loss(p, torch.stack([one(p, x) for x in xs])), setup),
+    "plain loop": by_backward(whole_loop, setup),
     "one full batch": by_backward(lambda p, xs: loss(p, encode(p, xs)), setup),
     "torch.utils.checkpoint, chunks": by_backward(lambda p, xs: loss(p, checkpointed(p, xs)), setup),
+    "gradient cache, chunks": gradient_cache(encode, loss, setup, CHUNK),
     "plg.value_and_grad": streaming(one, loss, setup),
     "plg.value_and_grad, batched chunks": streaming(encode, loss, setup, chunk_size=CHUNK, batched=True),
     "plg.value_and_grad, chunk_size auto": streaming(encode, loss, setup, chunk_size="auto", batched=True),
+    "plg.value_and_grad, chunks, all saved": streaming(
+        encode, loss, setup, chunk_size=CHUNK, batched=True, run=plg.Run(save="everything")
+    ),
+    "plg.value_and_grad, chunks, compiled": streaming(
+        encode, loss, setup, chunk_size=CHUNK, batched=True, run=plg.Run(compile=True)
+    ),
+}
+
+REFERENCES: dict[str, Method] = {"": by_backward(whole_loop, in_double(setup))}
+
+# by the name of the method in mil_jax.py
+JAX_METHODS = {
+    "JAX lax.map of jax.checkpoint": "map",
+    "JAX lax.map of jax.checkpoint, chunks": "chunks",
 }

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,9 +12,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import pure_loopgrad as plg
-from benchmarks.floors import Run, by_backward, floors, streaming
+from benchmarks.floors import Method, Run, by_backward, floors, in_double, streaming
 
-SIZES = [10_000]
+SIZES = [1000, 10_000]
 QUICK_SIZES = [1000]
 Params = dict[str, Tensor]
 
@@ -31,6 +30,10 @@ def setup(n: int) -> tuple[Params, Tensor]:
 
 def loss(_: Any, ys: Tensor) -> Tensor:
     return torch.logsumexp(ys.flatten(), 0)
+
+
+def whole_loop(p: Params, xs: Tensor) -> Tensor:
+    return loss(p, torch.stack([body(p, x) for x in xs]))
 
 
 def hand_written(n: int) -> Run:
@@ -49,16 +52,29 @@ def hand_written(n: int) -> Run:
     return run
 
 
-METHODS: dict[str, Callable[[int], Run]] = {
+METHODS: dict[str, Method] = {
     **floors(body, setup),
-    "plain loop": by_backward(lambda p, xs: loss(p, torch.stack([body(p, x) for x in xs])), setup),
+    "plain loop": by_backward(whole_loop, setup),
     "torch.utils.checkpoint": by_backward(
         lambda p, xs: loss(p, torch.stack([checkpoint(body, p, x, use_reentrant=False) for x in xs])), setup
     ),
     "hand-written with torch.func": hand_written,
     "plg.value_and_grad": streaming(body, loss, setup),
-    "plg.value_and_grad, every check": streaming(body, loss, setup, run=plg.Run(check="all")),
-    "plg.value_and_grad, chunks of 16": streaming(body, loss, setup, chunk_size=16),
     "plg.value_and_grad, chunks of 256": streaming(body, loss, setup, chunk_size=256),
     "plg.value_and_grad, chunk_size auto": streaming(body, loss, setup, chunk_size="auto"),
+    "plg.value_and_grad, compiled": streaming(body, loss, setup, run=plg.Run(compile=True)),
+    "plg.value_and_grad, chunks of 256, compiled": streaming(
+        body, loss, setup, chunk_size=256, run=plg.Run(compile=True)
+    ),
+    "plg.value_and_grad, chunks of 2500, compiled, no check": streaming(
+        body, loss, setup, chunk_size=2500, run=plg.Run(compile=True, check="off")
+    ),
+}
+
+REFERENCES: dict[str, Method] = {"": by_backward(whole_loop, in_double(setup))}
+
+# by the name of the method in tiny_jax.py
+JAX_METHODS = {
+    "JAX lax.map of jax.checkpoint": "map",
+    "JAX lax.map of jax.checkpoint, chunks of 256": "chunks",
 }

@@ -1,0 +1,46 @@
+"""One JAX method on the arrays of a file, run by an interpreter that has JAX: prints seconds, compile time and memory.
+
+`python <workload>_jax.py method inputs.npz outputs.npz`: a method is a function of (params, xs) to a gradient.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+LONG = 5.0  # seconds after which no further run is timed
+
+
+def resident_mib(field: str) -> float:
+    line = next(row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith(field))
+    return int(line.split()[1]) / 2**10
+
+
+def main(methods: dict[str, Callable[[dict[str, Any], Any], Any]]) -> None:
+    method, inputs, outputs = sys.argv[1:]
+    arrays = {name: jax.numpy.asarray(a) for name, a in np.load(inputs).items()}
+    params = {name[2:]: a for name, a in arrays.items() if name.startswith("p_")}
+    xs = arrays["xs"]
+    start = time.perf_counter()
+    run = jax.jit(methods[method]).lower(params, xs).compile()
+    compiling = time.perf_counter() - start
+    jax.block_until_ready(run(params, xs))  # threads and buffers of the first run
+    Path("/proc/self/clear_refs").write_text("5")
+    base = resident_mib("VmRSS")
+    grads = jax.block_until_ready(run(params, xs))
+    mib = resident_mib("VmHWM") - base
+    seconds: list[float] = []
+    while len(seconds) < 3 and sum(seconds) < LONG:
+        start = time.perf_counter()
+        jax.block_until_ready(run(params, xs))
+        seconds.append(time.perf_counter() - start)
+    np.savez(outputs, **{name: np.asarray(g) for name, g in grads.items()})
+    print(json.dumps({"seconds": statistics.median(seconds), "mib": mib, "compile": compiling}))
