@@ -45,9 +45,9 @@ class Outputs:
             self.stacks = [Stack(self.n) for _ in stacks]
             self.started = True
         for total, term in zip(self.sums, sums, strict=True):
-            total.add(with_storage(term.detach()))
+            total.add(plain(term))
         for stack, part in zip(self.stacks, stacks, strict=True):
-            stack.add(iterations, with_storage(part.detach()))
+            stack.add(iterations, plain(part))
 
     def leave_out(self, iterations: range) -> None:
         """Notes a chunk whose terms are zero."""
@@ -147,6 +147,11 @@ def _address(t: Tensor) -> int:
 
 def _is_expanded(t: Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True))
+
+
+def plain(t: Tensor) -> Tensor:
+    """A chunk's output as an ordinary tensor without a graph."""
+    return with_storage(t.detach() if t.requires_grad else t)
 
 
 def with_storage(t: Tensor) -> Tensor:

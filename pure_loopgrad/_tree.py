@@ -20,6 +20,7 @@ NAMESPACE = "pure_loopgrad"
 
 # optree's stub for its type registry is private, so the treespec is typed by its public name
 TreeSpec: TypeAlias = optree.PyTreeSpec
+LEAF: TreeSpec = optree.tree_structure(0, namespace=NAMESPACE)  # of a tree that is one tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,6 +146,8 @@ def numbers_to_tensors(tree: PyTree, like: Sequence[Tensor], root: str) -> tuple
     Raises:
         LoopTypeError: a leaf is neither a tensor nor a number.
     """
+    if isinstance(tree, Tensor):  # as nearly always; this runs in every iteration
+        return [tree], LEAF
     leaves, spec = flatten(tree)
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, (bool, int, float, complex)):
