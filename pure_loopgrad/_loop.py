@@ -193,7 +193,7 @@ def slices(xs: Tensors, n: int, size: int) -> Iterator[Tensors]:
     block = AT_A_TIME * size
     for start in range(0, n, block):
         length = min(block, n - start)
-        parts = [x.narrow(0, start, length).split(size) for x in xs]
+        parts = [torch.split(x.narrow(0, start, length), size) for x in xs]
         yield from zip(*parts, strict=True) if xs else repeat((), -(-length // size))
 
 

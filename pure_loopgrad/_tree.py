@@ -20,7 +20,7 @@ NAMESPACE = "pure_loopgrad"
 
 # optree's stub for its type registry is private, so the treespec is typed by its public name
 TreeSpec: TypeAlias = optree.PyTreeSpec
-LEAF: TreeSpec = optree.tree_structure(0, namespace=NAMESPACE)  # of a tree that is one tensor
+LEAF: TreeSpec = optree.treespec_leaf(namespace=NAMESPACE)  # of a tree that is one tensor
 
 
 @dataclass(frozen=True, eq=False)
