@@ -113,7 +113,10 @@ class Chunk:
         shapes = self.body.trace.shapes
         if self.reduce == "stack":
             return [], [m.with_axis(0, 0) for m in shapes]
-        return [m._replace(dtype=accumulation_dtype(m.dtype)) for m in shapes], []
+        wide = [accumulation_dtype(m.dtype) for m in shapes]
+        if self.weighted:  # integers become what their weights are
+            wide = [d if d.is_floating_point or d.is_complex else xs[-1].dtype for d in wide]
+        return [m._replace(dtype=d) for m, d in zip(shapes, wide, strict=True)], []
 
     def _sum(self, y: Tensor, weights: Tensor | None = None) -> Tensor:
         y = y.to(accumulation_dtype(y.dtype))

@@ -97,15 +97,15 @@ def value_and_grad(
     def value_and_gradient(params: PyTree, xs: PyTree) -> tuple[Tensor, PyTree]:
         prepared, wrt = prepare_without_graph(body, params, xs, options, which)
         prepared = prepared.saving(wrt)
-        first = _first_pass(prepared, wrt, plan)
+        first = first_pass(prepared, wrt, plan)
         pulled = pull_back_loss(loss, prepared, wrt, first.raw)
         if first.is_enough:
-            through = _contracted(first, prepared.inputs, wrt, pulled.cotangents)
+            through = contracted(first, prepared.inputs, wrt, pulled.cotangents)
         else:
             through = pull_back_loop(prepared.loop, prepared.inputs, wrt, pulled.cotangents)
         _report(_run.current(run), loss, first)
         del first  # its jacobians are as large as the gradient
-        grads = prepared.gradient_trees([_add(a, b) for a, b in zip(pulled.direct, through, strict=True)])
+        grads = prepared.gradient_trees([add(a, b) for a, b in zip(pulled.direct, through, strict=True)])
         return pulled.value, grads[argnums] if isinstance(argnums, int) else tuple(grads[i] for i in argnums)
 
     return value_and_gradient
@@ -126,7 +126,7 @@ class FirstPass:
         return self.n_numbers > 0
 
 
-def _first_pass(prepared: Prepared, wrt: Mask, plan: Plan) -> FirstPass:
+def first_pass(prepared: Prepared, wrt: Mask, plan: Plan) -> FirstPass:
     """Runs the loop forward, with jacobians where that is the better plan."""
     n_consts = prepared.loop.n_consts
     two = plan == "two_pass" or (plan == "auto" and prepared.chunk.grad_weighted)  # where some run no vjp
@@ -142,7 +142,7 @@ def _first_pass(prepared: Prepared, wrt: Mask, plan: Plan) -> FirstPass:
     return FirstPass([*sums[:n]], sums[n:], stacks, body.n_numbers if body.pays else 0)
 
 
-def _contracted(first: FirstPass, inputs: Sequence[Tensor], wrt: Mask, cotangents: Gradients) -> Gradients:
+def contracted(first: FirstPass, inputs: Sequence[Tensor], wrt: Mask, cotangents: Gradients) -> Gradients:
     """The loss's cotangents times the jacobians: one gradient for each marked input."""
     floats = [(r, c) for r, c in zip(first.raw, cotangents, strict=True) if _tree.is_differentiable(r)]
     given = [torch.zeros_like(r) if c is None else c for r, c in floats]  # None: the loss does not use this output
@@ -175,7 +175,8 @@ def _check_plan(plan: Plan, reduce: Reduce, loss: Loss | None) -> None:
         raise LoopTypeError(f"loss is a {type(loss).__name__}; expected a function loss(params, reduced)")
 
 
-def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+def add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The sum of two gradients, of which there may be none."""
     if a is None or b is None:
         return a if b is None else b
     return a + b

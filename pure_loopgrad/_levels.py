@@ -7,10 +7,16 @@ they move.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import JvpInterpreter, VmapInterpreter, retrieve_all_functorch_interpreters
+from torch._functorch.pyfunctorch import (
+    JvpInterpreter,
+    VmapInterpreter,
+    retrieve_all_functorch_interpreters,
+    temporarily_clear_interpreter_stack,
+)
 
 
 def is_wrapped(t: Tensor) -> bool:
@@ -42,6 +48,13 @@ def active_levels() -> int:
     """How many torch.func transforms are active here."""
     top = torch._C._functorch.peek_interpreter_stack()
     return 0 if top is None else int(top.level())
+
+
+@contextmanager
+def below_all_levels() -> Iterator[None]:
+    """A block that no torch.func transform sees, for bookkeeping on tensors made in it."""
+    with temporarily_clear_interpreter_stack():
+        yield
 
 
 def draws_for_nobody(tensors: Sequence[Tensor]) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, isfinite
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -36,6 +36,7 @@ class Options:
     batched: bool = False
     randomness: Randomness = "error"
     run: _run.Run | None = None
+    partial: bool = False  # the iterations are some of more, so that they may be none, or weigh nothing
 
     def __post_init__(self) -> None:
         if self.reduce not in ("stack", "sum", "mean"):
@@ -58,6 +59,7 @@ class Prepared:
     chunk: Chunk
     reduce: Reduce
     total: Tensor | float | None  # what a mean divides by
+    kept: Tensor | None = None  # which iterations are run at all, where some weigh nothing
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -90,7 +92,8 @@ class Prepared:
     def gradient_trees(self, grads: Sequence[Tensor | None]) -> tuple[PyTree, PyTree]:
         """One gradient for each input as the trees of params and xs, with None where there is none."""
         n = len(self.consts)
-        return self.params.fill_only(grads[:n]), self.xs_skeleton.fill_only(grads[n:])
+        over_xs = grads[n:] if self.kept is None else [g if g is None else _spread(g, self.kept) for g in grads[n:]]
+        return self.params.fill_only(grads[:n]), self.xs_skeleton.fill_only(over_xs)
 
     def raw_cotangents(self, raw: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Cotangents of the finished leaves to those of the raw outputs; None where there can be none."""
@@ -116,10 +119,11 @@ def prepare(body: Body, params: PyTree, xs: PyTree, options: Options) -> Prepare
     n = _tree.leading_axis(x_tensors, x_skeleton)
     weighted = options.weights is not None
     total: Tensor | float | None = None
+    kept: Tensor | None = None
     if options.grad_weights is not None:
         x_tensors = [*x_tensors, _grad_weights(options.grad_weights, n, x_tensors[0].device)]
     if options.reduce == "mean":
-        x_tensors, total = _weighed(x_tensors, n, options.weights)
+        x_tensors, total, kept = _weighed(x_tensors, n, options.weights, options.partial)
         n = x_tensors[0].shape[0]
     chunk_size = check_chunk_size(options.chunk_size, n)
     trace = Trace.begin([*consts, *x_tensors], (params_skeleton, x_skeleton), n, _run.current(options.run))
@@ -130,7 +134,7 @@ def prepare(body: Body, params: PyTree, xs: PyTree, options: Options) -> Prepare
     loop = Loop(chunk, n, chunk_size, len(consts), trace)
     if scaled and not is_wrapped(factors := x_tensors[-2 if weighted else -1]):
         loop = replace(loop, idle=tuple((factors == 0).tolist()))
-    return Prepared(loop, consts, x_tensors, params_skeleton, x_skeleton, chunk, options.reduce, total)
+    return Prepared(loop, consts, x_tensors, params_skeleton, x_skeleton, chunk, options.reduce, total, kept)
 
 
 def _grad_weights(given: Tensor | Sequence[float], n: int, device: torch.device) -> Tensor:
@@ -141,25 +145,46 @@ def _grad_weights(given: Tensor | Sequence[float], n: int, device: torch.device)
     return w.detach().to(device, torch.float64 if device.type != "mps" else torch.float32)
 
 
-def _weighed(xs: list[Tensor], n: int, weights: Weights) -> tuple[list[Tensor], Tensor | float]:
-    """The xs of a mean (with the weights behind them, if there are some) and what to divide by.
+def _weighed(
+    xs: list[Tensor], n: int, weights: Weights, partial: bool
+) -> tuple[list[Tensor], Tensor | float, Tensor | None]:
+    """The xs of a mean (with the weights behind them, if there are some), what to divide by, and which are kept.
 
     Iterations of weight zero are left out, so that one whose value or gradient is not finite adds nothing; unless the
     weights are themselves differentiated or batched, where the derivative at zero counts.
     """
     if weights is None:
-        if n == 0:
+        if n == 0 and not partial:
             raise LoopValueError("the mean of no iterations is not defined: xs has a leading axis of 0")
-        return xs, float(n)
+        return xs, float(n), None
     w = weights if isinstance(weights, Tensor) else torch.tensor(weights, dtype=torch.float64, device=xs[0].device)
     if w.shape != (n,):
         raise LoopValueError(f"weights has shape {tuple(w.shape)}, but xs has {n} iterations: expected ({n},)")
+    if partial and (w.requires_grad or is_wrapped(w)):
+        raise LoopValueError("the weights of a mean over ranks are constants: pass weights.detach()")
     if w.requires_grad or is_wrapped(w):
-        return [*xs, w], w.sum()
-    total = w.sum(dtype=torch.float64)
-    if not torch.isfinite(total) or total == 0:
-        raise LoopValueError(f"the weights add up to {total.item()}, so their mean is not defined")
+        return [*xs, w], w.sum(), None
+    total = w.sum(dtype=torch.float64).item()
+    if not partial:
+        checked_total(total)
     kept = w != 0
-    if not kept.all():
-        xs, w = [x[kept] for x in xs], w[kept]
-    return [*xs, w], total.item()
+    if kept.all():
+        return [*xs, w], total, None
+    return [*(x[kept] for x in xs), w[kept]], total, kept
+
+
+def _spread(grads: Tensor, kept: Tensor) -> Tensor:
+    """The gradients of some iterations among zeros for the others."""
+    places = kept.nonzero().squeeze(1)
+    return grads.new_zeros((kept.shape[0], *grads.shape[1:])).index_copy(0, places, grads)
+
+
+def checked_total(total: float) -> float:
+    """What a weighted mean divides by.
+
+    Raises:
+        LoopValueError: it is zero or no number.
+    """
+    if not isfinite(total) or total == 0:
+        raise LoopValueError(f"the weights add up to {total}, so their mean is not defined")
+    return total

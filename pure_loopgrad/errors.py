@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CapturedTensorError",
+    "DistributedError",
     "ImpureBodyError",
     "LoopGradError",
     "LoopTypeError",
@@ -57,6 +58,10 @@ class ShapeInferenceError(LoopValueError):
 
 class OffloadError(LoopGradError, OSError):
     """A kept carry could not be written to disk."""
+
+
+class DistributedError(LoopGradError, RuntimeError):
+    """Another rank of the group raised, or cannot be reached."""
 
 
 def add_note(error: BaseException, note: str) -> None:

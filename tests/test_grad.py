@@ -224,3 +224,20 @@ def test_a_loss_that_captures_a_parameter_is_refused():
     head = torch.ones(4, dtype=torch.float64, requires_grad=True)
     with pytest.raises(plg.errors.CapturedTensorError, match=r"the loss uses head \(shape \(4,\)"):
         plg.value_and_grad(lambda W, x: W @ x, lambda W, ys: (ys * head).sum())(W, XS)
+
+
+def test_the_gradient_of_xs_has_zeros_where_an_iteration_weighs_nothing():
+    """Iterations of weight zero are not run, but their rows are there."""
+    g = torch.Generator().manual_seed(0)
+    w, xs = torch.randn(3, generator=g, dtype=torch.float64), torch.randn(4, 3, generator=g, dtype=torch.float64)
+    weights = torch.tensor([1.0, 0.0, 2.0, -0.5], dtype=torch.float64)
+    body, loss = (lambda p, x: torch.tanh(p * x)), (lambda p, y: y.square().sum())
+    live = xs.clone().requires_grad_()
+    mean = (torch.stack([body(w, x) for x in live]) * weights[:, None]).sum(0) / weights.sum()
+    (ref,) = torch.autograd.grad(loss(w, mean), live)
+    assert_close(plg.value_and_grad(body, loss, reduce="mean", weights=weights, argnums=1)(w, xs)[1], ref)
+    ys, pullback = plg.vjp(body, w, xs, reduce="mean", weights=weights)
+    assert_close(pullback(2 * ys)[1], ref)
+    f = plg.value_and_grad(lambda p, x: body(p, x).sum(), reduce="mean", weights=weights, argnums=1)
+    scalar = torch.autograd.grad((torch.stack([body(w, x).sum() for x in live]) * weights).sum() / weights.sum(), live)
+    assert_close(f(w, xs)[1], scalar[0])
