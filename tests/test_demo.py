@@ -161,3 +161,15 @@ def test_the_speed_of_sound_of_the_real_recording():
 def test_too_many_crops_are_refused():
     with pytest.raises(InputError, match="--batch 5"):
         Config(batch=5)
+
+
+def test_sharded():
+    """Started by torchrun, the iterations are spread over the processes, and the gradient is that of one."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "pure_loopgrad"]
+    sizes = ["--size", "24", "--elements", "5", "--batch", "1", "--channels", "4", "--steps", "2", "--json"]
+    done = subprocess.run([*command, *sizes], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["iterations"] == [3, 2]
+    assert len(found["losses"]) == 2
+    assert found["error"] < 1e-5  # in float32

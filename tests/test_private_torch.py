@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 
 from pure_loopgrad._accumulate import with_storage
 from pure_loopgrad._capture import unwatched
-from pure_loopgrad._levels import active_levels, draws_for_nobody, is_batched, is_wrapped, level_of
+from pure_loopgrad._levels import active_levels, below_all_levels, draws_for_nobody, is_batched, is_wrapped, level_of
 
 
 def test_levels():
@@ -25,6 +25,17 @@ def test_levels():
 
     torch.func.grad(inside)(x)
     assert active_levels() == 0
+
+
+def test_a_block_below_all_levels():
+    def inside(x):
+        with below_all_levels():
+            assert active_levels() == 0
+            assert torch.ones(2).add(1).tolist() == [2, 2]
+        assert active_levels() == 1
+        return x.sum()
+
+    assert torch.func.grad(inside)(torch.ones(3)).sum() == 3
 
 
 def test_fake_tensors_have_a_shape_and_no_data():

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,7 +14,8 @@ from pure_loopgrad.demo.config import QUICK, Config, InputError
 
 DESCRIPTION = """Train a reconstruction through a loop over array elements, and compare what the gradient costs:
 full graph, all but one iteration frozen, torch.utils.checkpoint, pure_loopgrad. Without --data the sinogram is
-simulated from a retina image, with the physics that also reconstructs it."""
+simulated from a retina image, with the physics that also reconstructs it. Started by torchrun in several processes, it
+trains with the iterations spread over them, and compares the gradient with that of one."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -82,7 +83,13 @@ def _run(args: argparse.Namespace) -> None:
 
     from pure_loopgrad.demo import report
     from pure_loopgrad.demo.job import run
+    from pure_loopgrad.demo.sharded import is_sharded, run_sharded
 
+    if is_sharded():
+        found = run_sharded(config)
+        if found is not None:
+            print(json.dumps(asdict(found)) if args.json else found)
+        return
     args.out.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=args.json)
     with console.status("reading the input") as status:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import pure_loopgrad as plg
 from pure_loopgrad.demo.config import Config
-from pure_loopgrad.demo.methods import leaves_of, ours
+from pure_loopgrad.demo.methods import Gradient, leaves_of, ours
 from pure_loopgrad.demo.model import Params, body, init_params, reconstruct
 from pure_loopgrad.demo.problem import Problem, array_for
 from pure_loopgrad.demo.recording import Recording
@@ -30,10 +30,10 @@ class Trained:
     after: Tensor
 
 
-def train(config: Config, problem: Problem, report: Report) -> Trained:
+def train(config: Config, problem: Problem, report: Report, gradient: Gradient | None = None) -> Trained:
     """Adam on the weights; the speed of sound keeps its value, though its gradient is there for the taking."""
-    params = init_params(config, problem)
-    gradient, optimiser = ours(config, problem), torch.optim.Adam(_weights(params), lr=LEARNING_RATE)
+    params, gradient = init_params(config, problem), gradient or ours(config, problem)
+    optimiser = torch.optim.Adam(_weights(params), lr=LEARNING_RATE)
     before = predict(problem, params)
     losses = []
     for _ in range(config.steps):
