@@ -49,6 +49,15 @@ def loss(_: Any, z: Tensor) -> Tensor:
     return F.cross_entropy(logits, torch.arange(len(z)))
 
 
+def loss_in_chunks(_: Any, z: Tensor) -> Tensor:
+    """The same by a loop over rows of the logits, which never holds all of them."""
+
+    def of_rows(z: Tensor, i: Tensor) -> Tensor:
+        return F.cross_entropy(z[i, 0] @ z[:, 1].T / 0.1, i, reduction="none")
+
+    return plg.mean(of_rows, z, torch.arange(len(z)), chunk_size=CHUNK, batched=True)
+
+
 def whole_loop(p: Params, xs: Tensor) -> Tensor:
     return loss(p, torch.stack([body(p, x) for x in xs]))
 
@@ -91,6 +100,9 @@ METHODS: dict[str, Method] = {
     "sentence-transformers, cached loss": sentence_transformers,
     "plg.value_and_grad, vmapped chunks": streaming(body, loss, setup, chunk_size=CHUNK),
     "plg.value_and_grad, batched chunks": streaming(body, loss, setup, chunk_size=CHUNK, batched=True),
+    "plg.value_and_grad, batched chunks, also of the loss": streaming(
+        body, loss_in_chunks, setup, chunk_size=CHUNK, batched=True
+    ),
     "plg.value_and_grad, chunk_size auto": streaming(body, loss, setup, chunk_size="auto", batched=True),
     "plg.value_and_grad, batched chunks, all saved": streaming(
         body, loss, setup, chunk_size=CHUNK, batched=True, run=plg.Run(save="everything")
@@ -100,6 +112,9 @@ METHODS: dict[str, Method] = {
     ),
     "plg.value_and_grad, batched chunks of 256, compiled": streaming(
         body, loss, setup, chunk_size=256, batched=True, run=plg.Run(compile=True)
+    ),
+    "plg.value_and_grad, chunk_size auto, compiled": streaming(
+        body, loss, setup, chunk_size="auto", batched=True, run=plg.Run(compile=True)
     ),
 }
 
