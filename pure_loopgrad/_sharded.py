@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pure_loopgrad import _tree
 from pure_loopgrad._channel import Channel, Communication, Outputs
-from pure_loopgrad._levels import below_all_levels
+from pure_loopgrad._effects import recomputing
+from pure_loopgrad._levels import active_levels, below_all_levels
 from pure_loopgrad._reduce import Options, Prepared, checked_total
 from pure_loopgrad._replicated import Rows, replicate
 from pure_loopgrad._shapes import Meta
@@ -55,6 +56,28 @@ class Part:
         """The structure and the shapes of one iteration's outputs, if they are known."""
         trace = self.prepared.loop.trace
         return None if self.sent is None or trace.outputs is None else (trace.outputs.spec, list(trace.shapes))
+
+
+@dataclass(eq=False)
+class Guarded:
+    """A body that tells the other ranks of an error in a backward, where they wait for this rank's gradients next."""
+
+    body: Callable[..., Any]
+    channel: Channel | None = None
+    entered: Sequence[Tensor] = ()
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """What messages speak of."""
+        return self.body
+
+    def __call__(self, params: Any, x: Any) -> Any:
+        try:
+            return self.body(params, x)
+        except Exception as error:
+            if self.channel is not None and recomputing() and active_levels() == 0:
+                self.channel.add_up([t.new_zeros(t.shape) for t in self.entered], error)
+            raise
 
 
 Runner = Callable[[Prepared], "tuple[list[Tensor], Any]"]  # to what is sent, and what is kept

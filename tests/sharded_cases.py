@@ -59,6 +59,10 @@ def live_params():
     return {"W": P["W"].clone().requires_grad_(), "b": [P["b"][0].clone().requires_grad_()], "k": 2}
 
 
+def backward(loop, body, xs):
+    loop(body, live_params(), xs).square().sum().backward()
+
+
 def looped(p, xs, reduce, weights, **options):
     if reduce == "stack":
         return distributed.map(body, p, xs, **options)
@@ -225,6 +229,9 @@ def faults(rank, world):
             f = distributed.value_and_grad(failing(when), lambda p, y: y.square().sum(), reduce=reduce, run=plg.Run())
             for _ in range(calls):
                 seen[reduce, name] = raised(f, P, xs)
+
+        loop = distributed.map if reduce == "stack" else distributed.sum
+        seen[reduce, "backward of a loop"] = raised(backward, loop, failing([2]), xs)
     seen["xs"] = raised(distributed.map, lambda p, x: p["W"] @ x, P, xs[:, : 3 - rank])
     seen["outputs"] = raised(distributed.map, lambda p, x: x[: 2 - rank], P, xs)
     seen["after"] = distributed.sum(lambda p, x: x, None, xs)

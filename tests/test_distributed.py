@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jvp, vmap
 
 import pure_loopgrad as plg
-from pure_loopgrad import distributed
+from pure_loopgrad import _sharded_map, distributed
 from pure_loopgrad._channel import _capacity, _flat, _unflat
 from pure_loopgrad.errors import LoopValueError
 from tests import sharded_cases as cases
@@ -127,7 +127,11 @@ def test_orders_of_addition():
 def test_faults_are_heard_by_all():
     """Two ranks, one of which fails; then the shapes differ; then all is well."""
     first, second = run(2, cases.faults, 2)
-    phases = [(reduce, name) for reduce in ("stack", "sum") for name in ("first call", "later call", "backward")]
+    phases = [
+        (reduce, name)
+        for reduce in ("stack", "sum")
+        for name in ("first call", "later call", "backward", "backward of a loop")
+    ]
     for phase in phases:
         assert second[phase] == ("ValueError", second[phase][1])
         assert "the disk is full" in second[phase][1]
@@ -169,10 +173,10 @@ def test_without_a_group():
 
 def test_shards_are_consecutive_and_leave_nothing_out(monkeypatch):
     xs = {"a": torch.arange(7), "b": (torch.arange(14).view(7, 2), "name")}
-    monkeypatch.setattr(distributed, "group_of", lambda group: group)
+    monkeypatch.setattr(_sharded_map, "group_of", lambda group: group)
     parts = []
     for rank in range(3):
-        monkeypatch.setattr(distributed, "Channel", lambda group, rank=rank: type("C", (), {"rank": rank, "world": 3}))
+        monkeypatch.setattr(_sharded_map, "Channel", lambda group, rank=rank: type("C", (), {"rank": rank, "world": 3}))
         parts.append(distributed.shard(xs))
     assert [len(p["a"]) for p in parts] == [3, 2, 2]
     assert torch.equal(torch.cat([p["a"] for p in parts]), xs["a"])
