@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from rich.progress import track
 
-from benchmarks.measure import LONG, reference, relative_error
+from benchmarks.measure import reference, relative_error
 from benchmarks.report import Medians, Row, plot, table
+from benchmarks.resources import LONG
 
 WORKLOADS = ["feature_stack", "mil", "contrastive", "carry", "tiny", "hvp", "per_iteration", "half"]
 QUICK_WORKLOADS = ["feature_stack", "mil", "contrastive", "carry", "tiny"]

@@ -58,7 +58,18 @@ def in_double(setup: Setup) -> Setup:
             return value.double() if value.is_floating_point() else value
         return {k: double(v) for k, v in value.items()}
 
-    return lambda n: (double(setup(n)[0]), double(setup(n)[1]))
+    def with_n(n: int) -> tuple[dict[str, Tensor], Any]:
+        params, xs = setup(n)
+        return double(params), double(xs)
+
+    return with_n
+
+
+def plain_loop(
+    body: Callable[[dict[str, Tensor], Any], Tensor], loss: Callable[[Any, Tensor], Tensor], setup: Setup
+) -> Method:
+    """The plain loop: every iteration's graph is kept until the backward."""
+    return by_backward(lambda p, xs: loss(p, torch.stack([body(p, x) for x in xs])), setup)
 
 
 def streaming(

@@ -11,15 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.floors import Method, by_backward, floors, in_double, streaming
+from benchmarks.floors import Method, floors, in_double, plain_loop, streaming
+from benchmarks.tiny import Params, body
 
 SIZES = [256, 4096]
 QUICK_SIZES = [256]
-Params = dict[str, Tensor]
-
-
-def body(p: Params, x: Tensor) -> Tensor:
-    return torch.tanh(p["W"] @ x)
 
 
 def setup(n: int) -> tuple[Params, Tensor]:
@@ -31,15 +27,11 @@ def loss(_: Any, ys: Tensor) -> Tensor:
     return ys.to(torch.promote_types(ys.dtype, torch.float32)).square().mean()
 
 
-def whole_loop(p: Params, xs: Tensor) -> Tensor:
-    return loss(p, torch.stack([body(p, x) for x in xs]))
-
-
 METHODS: dict[str, Method] = {
     **floors(body, setup),
-    "plain loop": by_backward(whole_loop, setup),
+    "plain loop": plain_loop(body, loss, setup),
     "plg.value_and_grad": streaming(body, loss, setup),
     "plg.value_and_grad, chunks of 64": streaming(body, loss, setup, chunk_size=64),
 }
 
-REFERENCES: dict[str, Method] = {"": by_backward(whole_loop, in_double(setup))}
+REFERENCES: dict[str, Method] = {"": plain_loop(body, loss, in_double(setup))}

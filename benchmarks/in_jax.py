@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -15,13 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-
-LONG = 5.0  # seconds after which no further run is timed
-
-
-def resident_mib(field: str) -> float:
-    line = next(row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith(field))
-    return int(line.split()[1]) / 2**10
+from resources import median_seconds, resident_mib
 
 
 def main(methods: dict[str, Callable[[dict[str, Any], Any], Any]]) -> None:
@@ -37,10 +30,6 @@ def main(methods: dict[str, Callable[[dict[str, Any], Any], Any]]) -> None:
     base = resident_mib("VmRSS")
     grads = jax.block_until_ready(run(params, xs))
     mib = resident_mib("VmHWM") - base
-    seconds: list[float] = []
-    while len(seconds) < 3 and sum(seconds) < LONG:
-        start = time.perf_counter()
-        jax.block_until_ready(run(params, xs))
-        seconds.append(time.perf_counter() - start)
+    seconds = median_seconds(lambda: jax.block_until_ready(run(params, xs)), 3)
     np.savez(outputs, **{name: np.asarray(g) for name, g in grads.items()})
-    print(json.dumps({"seconds": statistics.median(seconds), "mib": mib, "compile": compiling}))
+    print(json.dumps({"seconds": seconds, "mib": mib, "compile": compiling}))

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import pure_loopgrad as plg
-from benchmarks.floors import Method, by_backward, floors, gradient_cache, in_double, streaming
+from benchmarks.floors import Method, by_backward, floors, gradient_cache, in_double, plain_loop, streaming
 
 SIZES = [256, 2048]
 QUICK_SIZES = [128]
@@ -49,10 +49,6 @@ def loss(p: Params, h: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(p["head"][0] @ (weights @ h), weights.new_ones(()))
 
 
-def whole_loop(p: Params, xs: Tensor) -> Tensor:
-    return loss(p, torch.stack([one(p, x) for x in xs]))
-
-
 def checkpointed(p: Params, xs: Tensor) -> Tensor:
     return torch.cat([checkpoint(encode, p, x, use_reentrant=False) for x in xs.split(CHUNK)])
 
@@ -65,7 +61,7 @@ def features_only(n: int) -> tuple[Params, Tensor]:
 
 METHODS: dict[str, Method] = {
     **floors(one, features_only),
-    "plain loop": by_backward(whole_loop, setup),
+    "plain loop": plain_loop(one, loss, setup),
     "one full batch": by_backward(lambda p, xs: loss(p, encode(p, xs)), setup),
     "torch.utils.checkpoint, chunks": by_backward(lambda p, xs: loss(p, checkpointed(p, xs)), setup),
     "gradient cache, chunks": gradient_cache(encode, loss, setup, CHUNK),
@@ -80,7 +76,7 @@ METHODS: dict[str, Method] = {
     ),
 }
 
-REFERENCES: dict[str, Method] = {"": by_backward(whole_loop, in_double(setup))}
+REFERENCES: dict[str, Method] = {"": plain_loop(one, loss, in_double(setup))}
 
 # by the name of the method in mil_jax.py
 JAX_METHODS = {

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import pure_loopgrad as plg
-from benchmarks.floors import Method, Run, by_backward, floors, in_double, streaming
+from benchmarks.floors import Method, Run, by_backward, floors, in_double, plain_loop, streaming
 
 SIZES = [1000, 10_000]
 QUICK_SIZES = [1000]
@@ -30,10 +30,6 @@ def setup(n: int) -> tuple[Params, Tensor]:
 
 def loss(_: Any, ys: Tensor) -> Tensor:
     return torch.logsumexp(ys.flatten(), 0)
-
-
-def whole_loop(p: Params, xs: Tensor) -> Tensor:
-    return loss(p, torch.stack([body(p, x) for x in xs]))
 
 
 def hand_written(n: int) -> Run:
@@ -54,7 +50,7 @@ def hand_written(n: int) -> Run:
 
 METHODS: dict[str, Method] = {
     **floors(body, setup),
-    "plain loop": by_backward(whole_loop, setup),
+    "plain loop": plain_loop(body, loss, setup),
     "torch.utils.checkpoint": by_backward(
         lambda p, xs: loss(p, torch.stack([checkpoint(body, p, x, use_reentrant=False) for x in xs])), setup
     ),
@@ -71,7 +67,7 @@ METHODS: dict[str, Method] = {
     ),
 }
 
-REFERENCES: dict[str, Method] = {"": by_backward(whole_loop, in_double(setup))}
+REFERENCES: dict[str, Method] = {"": plain_loop(body, loss, in_double(setup))}
 
 # by the name of the method in tiny_jax.py
 JAX_METHODS = {

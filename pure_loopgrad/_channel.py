@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,8 @@ class Channel:
     communication: Communication = "fp32"
     deterministic: bool = False
     outputs: Outputs | None = None  # of one iteration; known after the first call
-    sent: list[Meta] | None = None  # what a rank sends forward; known after the first call
+    signature: Sequence[str] = ()  # what must be the same on all ranks, a line for each thing
+    sent: Sequence[Meta] = ()  # what a rank sends forward; known after the first call
     capacity: int = 0  # bytes that each rank has in a gather; all ranks know the same number
 
     @property
@@ -142,6 +143,17 @@ class Channel:
         if total[-1] != 0:
             raise_first(self._objects("tell what went wrong", None if error is None else _text(error)), error)
         return _unflat(total, tensors)
+
+    def fail(
+        self, kind: Literal["gather", "add_up"], like: Sequence[Meta] | Sequence[Tensor], error: Exception | None
+    ) -> NoReturn:
+        """Takes part in the collective that the others are in, with what this rank has raised, and raises it."""
+        assert error is not None
+        if kind == "gather":
+            self.gather([torch.zeros((0, *t.shape[1:]), dtype=t.dtype, device=t.device) for t in like], error)
+        else:
+            self.add_up([torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in like], error)
+        raise error
 
     def _added(self, flat: Tensor) -> Tensor:
         if self.communication == "bf16" and flat.dtype == torch.float32:

@@ -46,12 +46,12 @@ _entries: WeakKeyDictionary[Any, dict[tuple[Hashable, Compile], Entry]] = WeakKe
 MAX_BODIES = 256
 
 
-def compiled(fn: Function, user: Function, kind: Hashable, compile_: Compile, *args: Any) -> Any:
+def compiled(user: Function, kind: Hashable, compile_: Compile, fn: Function, *args: Any) -> Any:
     """`fn(*args)` by code that was compiled for this use of the user's function; as it is where that fails."""
     try:
-        entry = _entry(fn, user, kind, compile_)
+        entry = _entry(user, kind, compile_)
         if not entry.broken:
-            return entry.run(*args)
+            return entry.run(fn, *args)
     except Exception as error:
         found = fn(*args)  # an error of the user's own is raised here once more, and better explained
         _give_up(user, kind, compile_, f"{type(error).__name__}: {' '.join(str(error).splitlines()[:2])}")
@@ -62,10 +62,10 @@ def compiled(fn: Function, user: Function, kind: Hashable, compile_: Compile, *a
 def chunk_runner(body: ChunkBody, trace: Trace) -> RunChunk:
     """The body of a loop, running compiled where that is possible."""
     user, kind = _layers(body) if trace.compile is not False else (None, ())
-    return body if user is None else functools.partial(run_part, _call, user, kind, body)
+    return body if user is None else functools.partial(run_compiled, user, kind, body)
 
 
-def run_part(fn: Function, user: UserBody, kind: Hashable, *args: Any) -> Any:
+def run_compiled(user: UserBody, kind: Hashable, fn: Function, *args: Any) -> Any:
     """`fn(*args)`, which calls the user's body, compiled where that is possible here and now."""
     trace = user.trace
     if not _may_compile(user):
@@ -75,7 +75,7 @@ def run_part(fn: Function, user: UserBody, kind: Hashable, *args: Any) -> Any:
         _give_up(user.fn, kind, trace.compile, "there is a container other than tuples, named tuples, lists and dicts")
         return fn(*args)
     with nullcontext() if trace.settled else trace.ambient.restored():
-        return compiled(fn, user.fn, kind, trace.compile, *args)
+        return compiled(user.fn, kind, trace.compile, fn, *args)
 
 
 def _may_compile(user: UserBody) -> bool:
@@ -85,8 +85,9 @@ def _may_compile(user: UserBody) -> bool:
     return not trace.draws and not trace.effects.found and active_levels() == 0
 
 
-def _call(body: ChunkBody, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
-    return body(consts, xs)
+def _call(fn: Function, *args: Any) -> Any:
+    """What dynamo is given, with everything that it compiles for as an argument."""
+    return fn(*args)
 
 
 def _layers(body: Any) -> tuple[UserBody | None, Hashable]:
@@ -100,11 +101,11 @@ def _layers(body: Any) -> tuple[UserBody | None, Hashable]:
     return body, (*kind, type(body.fn))
 
 
-def _entry(fn: Function, user: Function, kind: Hashable, compile_: Compile) -> Entry:
+def _entry(user: Function, kind: Hashable, compile_: Compile) -> Entry:
     entries = _entries_of(user)
     if (kind, compile_) not in entries:
         # dynamo counts recompilations by code object, so each entry has one of its own
-        own = types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__)
+        own = types.FunctionType(_call.__code__.replace(), _call.__globals__)
         make = _inductor if compile_ is True else compile_
         entries[kind, compile_] = Entry(cast(Any, make)(own))
     return entries[kind, compile_]

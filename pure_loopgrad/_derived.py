@@ -231,15 +231,19 @@ def linearise(
     leaves = [p.detach().requires_grad_() for p in primals]
     with torch.enable_grad():
         outputs, aux = fn(*leaves)
-    return outputs, _PlainPullback(outputs, leaves), [t.detach() for t in aux]
+    return outputs, PlainPullback(outputs, leaves), [t.detach() for t in aux]
 
 
 @dataclass(frozen=True)
-class _PlainPullback:
+class PlainPullback:
     """The pullback of a graph that ordinary autograd recorded."""
 
     outputs: Sequence[Tensor]
     leaves: Sequence[Tensor]
+
+    def part(self, wanted: Mask, given: Mask) -> PlainPullback:
+        """The same for some of the leaves, from cotangents of some of the outputs."""
+        return PlainPullback(list(compress(self.outputs, given)), list(compress(self.leaves, wanted)))
 
     def __call__(self, cotangents: Sequence[Tensor], last: bool) -> Sequence[Tensor | None]:
         recorded = [o.requires_grad for o in self.outputs]  # an output may not depend on any leaf

@@ -91,7 +91,7 @@ def value_and_grad(
     """
     options = Options(reduce, weights, grad_weights, chunk_size, batched, randomness, run)
     which = check_argnums(argnums)
-    _check_plan(plan, reduce, loss)
+    check_plan(plan, reduce, loss)
 
     @eager
     def value_and_gradient(params: PyTree, xs: PyTree) -> tuple[Tensor, PyTree]:
@@ -106,7 +106,7 @@ def value_and_grad(
         _report(_run.current(run), loss, first)
         del first  # its jacobians are as large as the gradient
         grads = prepared.gradient_trees([add(a, b) for a, b in zip(pulled.direct, through, strict=True)])
-        return pulled.value, grads[argnums] if isinstance(argnums, int) else tuple(grads[i] for i in argnums)
+        return pulled.value, chosen(grads, argnums)
 
     return value_and_gradient
 
@@ -164,7 +164,13 @@ def check_argnums(argnums: Argnums) -> tuple[int, ...]:
     return which
 
 
-def _check_plan(plan: Plan, reduce: Reduce, loss: Loss | None) -> None:
+def chosen(trees: tuple[PyTree, PyTree], argnums: Argnums) -> PyTree:
+    """The gradients of params and xs that were asked for: one, or a tuple."""
+    return trees[argnums] if isinstance(argnums, int) else tuple(trees[i] for i in argnums)
+
+
+def check_plan(plan: Plan, reduce: Reduce, loss: Loss | None) -> None:
+    """Raises where a plan, a reduction and a loss do not go together."""
     if plan not in ("auto", "one_pass", "two_pass"):
         raise LoopValueError(f"plan={plan!r}: expected 'auto', 'one_pass' or 'two_pass'")
     if plan == "one_pass" and reduce == "stack":

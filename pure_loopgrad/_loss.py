@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from pure_loopgrad._compile import compiled
 from pure_loopgrad._derived import Mask, linearise, put
 from pure_loopgrad._levels import active_levels
 from pure_loopgrad._reduce import Prepared
-from pure_loopgrad._run import Compile
 from pure_loopgrad.errors import LoopTypeError
 
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
@@ -68,26 +68,15 @@ def _value_and_grads(fn: Callable[..., tuple[Tensor]], primals: list[Tensor]) ->
 def _watched(loss: Loss, args: tuple[Any, Any], given: Sequence[Tensor], prepared: Prepared) -> Tensor:
     """The loss's value; a loss that reads a parameter of its own is refused like a body that does."""
     trace = prepared.loop.trace
-    call: Loss = loss if trace.compile is False or active_levels() > 0 else _Compiled(loss, trace.compile)
+    call: Loss = loss
+    if trace.compile is not False and active_levels() == 0:
+        call = partial(compiled, loss, "loss", trace.compile, loss)
     if trace.check == "off":
         return scalar(call(*args), "the loss")
     with Watch(loss, given, what="loss") as watch:
         value = scalar(call(*args), "the loss")
     refuse_captured(watch, given, [value])
     return value
-
-
-@dataclass(frozen=True)
-class _Compiled:
-    loss: Loss
-    compile: Compile
-
-    def __call__(self, params: Any, reduced: Any) -> Tensor:
-        return cast(Tensor, compiled(_call, self.loss, "loss", self.compile, self.loss, params, reduced))
-
-
-def _call(loss: Loss, params: Any, reduced: Any) -> Tensor:
-    return loss(params, reduced)
 
 
 def scalar(value: Any, what: str) -> Tensor:

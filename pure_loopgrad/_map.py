@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from pure_loopgrad._body import ChunkSize, Randomness
 from pure_loopgrad._eager import eager
 from pure_loopgrad._reduce import Body, Options, Weights, prepare
@@ -156,5 +154,4 @@ def mean(
 
 def _reduced(body: Body, params: PyTree, xs: PyTree, options: Options) -> PyTree:
     prepared = prepare(body, params, xs, resolved(body, params, xs, options))
-    live = [torch.is_grad_enabled() and t.requires_grad for t in prepared.inputs]
-    return prepared.finish(prepared.saving(live).run())
+    return prepared.finish(prepared.run_live())

@@ -75,6 +75,10 @@ class Prepared:
         kept = Residuals(self.chunk, mask, budget, -(-loop.n // loop.chunk_size))
         return replace(self, loop=replace(loop, residuals=kept))
 
+    def run_live(self) -> list[Tensor]:
+        """The same as `run`, for a backward through the inputs that require grad."""
+        return self.saving([torch.is_grad_enabled() and t.requires_grad for t in self.inputs]).run()
+
     def run(self) -> list[Tensor]:
         """The raw outputs: wide sums, or stacks."""
         with first_pass_checked(self.loop.trace, self.inputs):

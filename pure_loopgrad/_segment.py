@@ -20,7 +20,7 @@ from torch import Tensor
 from pure_loopgrad import _tree
 from pure_loopgrad._accumulate import Stack, Sum
 from pure_loopgrad._body import Labels
-from pure_loopgrad._compile import run_part
+from pure_loopgrad._compile import run_compiled
 from pure_loopgrad._derived import Mask, linearise, put, zeros_for_none
 from pure_loopgrad._effects import recomputing
 from pure_loopgrad._levels import active_levels, is_recorded
@@ -91,7 +91,7 @@ class Segment:
         if trace.compile is False or is_recorded(inputs):
             outs = self.step(*inputs)
         else:
-            outs = run_part(_call_step, self.step, "step", self.step, inputs)
+            outs = run_compiled(self.step, "step", self.step, *inputs)
         if trace.progress is not None and not recomputing():
             trace.progress(self.start + i + 1, trace.n, self.what)
         return outs
@@ -208,9 +208,8 @@ class _Backward:
             return
         segment.step.trace.iterations = range(segment.start + i, segment.start + i + 1)
         cotangents = [d for d in given if d is not None]
-        every = run_part(
-            _pull_back_step, segment.step, ("vjp", mask, wanted), segment.step, inputs, mask, wanted, cotangents
-        )
+        step, kind = segment.step, ("vjp", mask, wanted)
+        every = run_compiled(step, kind, _pull_back_step, step, inputs, mask, wanted, cotangents)
         if segment.step.trace.debug_nonfinite:
             self._check_finite(mask, every, inputs, given)
         grads = iter(every)
@@ -234,10 +233,6 @@ class _Backward:
         """One for each marked input."""
         carry = [d for d, w in zip(self.dcarry, self.wrt_carry, strict=True) if w and d is not None]
         return [*(t.value() for t in self.dparams), *carry, *(s.value() for s in self.dxs)]
-
-
-def _call_step(step: UserBody, inputs: Tensors) -> list[Tensor]:
-    return step(*inputs)
 
 
 def _pull_back_step(step: UserBody, inputs: Tensors, mask: Mask, wanted: Mask, cotangents: Tensors) -> list[Tensor]:

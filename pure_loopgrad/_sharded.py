@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,8 +38,9 @@ class Channels:
     def find(self, group: Any, prepared: Prepared | None, options: Options) -> Channel:
         """The channel for these arguments; the one used before, where this rank could not prepare them."""
         if prepared is not None or self.last is None:
-            key = group, None if prepared is None else tuple(signature(prepared, options))
-            self.last = self.by_kind.setdefault(key, Channel(group, self.communication, self.deterministic))
+            lines = () if prepared is None else tuple(signature(prepared, options))
+            new = Channel(group, self.communication, self.deterministic, signature=lines)
+            self.last = self.by_kind.setdefault((group, lines), new)
         return self.last
 
 
@@ -76,7 +77,7 @@ class Guarded:
             return self.body(params, x)
         except Exception as error:
             if self.channel is not None and recomputing() and active_levels() == 0:
-                self.channel.add_up([t.new_zeros(t.shape) for t in self.entered], error)
+                self.channel.fail("add_up", self.entered, error)
             raise
 
 
@@ -132,7 +133,7 @@ def attempt(run: Callable[[], R]) -> tuple[R | None, Exception | None]:
         return None, error
 
 
-def run_part(prepared: Prepared, channel: Channel, run: Runner) -> Part:
+def own_part(prepared: Prepared, channel: Channel, run: Runner) -> Part:
     """Runs this rank's iterations."""
     loop = prepared.loop
     if loop.n == 0 and channel.outputs is not None:
@@ -171,41 +172,25 @@ def exchange(
     if prepared is not None:
         made = prepared
         with own_stream(channel):
-            part, error = attempt(lambda: run_part(made, channel, run))
+            part, error = attempt(lambda: own_part(made, channel, run))
     if channel.outputs is None:
-        lines = [] if prepared is None else signature(prepared, options)
-        channel.agree(lines, None if part is None else part.outputs, error)
+        channel.agree([] if prepared is None else channel.signature, None if part is None else part.outputs, error)
         if part is not None and part.sent is None:
-            part = run_part(part.prepared, channel, run)
+            part = own_part(part.prepared, channel, run)
     stacked = options.reduce == "stack"
+    kind: Literal["gather", "add_up"] = "gather" if stacked else "add_up"
     if part is None or part.sent is None:
-        raise _told(channel, stacked, error)
+        channel.fail(kind, channel.sent, error)
     total = part.prepared.total
     own = part.sent if stacked else [*part.sent, _number(1.0 if total is None else float(total), part.sent)]
     channel.sent = [Meta.of(t) for t in own]
-    every = replicate("gather" if stacked else "add_up", channel, own, rows)
+    every = replicate(kind, channel, own, rows)
     if stacked:
         return part.prepared, every, part.kept
     *sums, divisor = every
     if options.reduce == "sum":
         return part.prepared, sums, part.kept
     return replace(part.prepared, total=checked_total(torch.func.debug_unwrap(divisor).item())), sums, part.kept
-
-
-def _told(channel: Channel, stacked: bool, error: Exception | None) -> Exception:
-    """Takes part in the collective that the others are in, with what this rank has raised, which is returned."""
-    assert error is not None
-    assert channel.sent is not None
-    try:
-        if stacked:
-            channel.gather(
-                [torch.zeros((0, *m.shape[1:]), dtype=m.dtype, device=m.device) for m in channel.sent], error
-            )
-        else:
-            channel.add_up([m.zeros() for m in channel.sent], error)
-    except Exception as raised:
-        return raised
-    return error
 
 
 def _number(value: float, beside: Sequence[Tensor]) -> Tensor:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import compress
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pure_loopgrad import _run
@@ -15,7 +14,7 @@ from pure_loopgrad._body import ChunkSize, Randomness
 from pure_loopgrad._channel import Channel, Communication
 from pure_loopgrad._derived import Mask, put
 from pure_loopgrad._eager import eager
-from pure_loopgrad._grad import Argnums, FirstPass, add, check_argnums, contracted, first_pass
+from pure_loopgrad._grad import Argnums, FirstPass, add, check_argnums, check_plan, chosen, contracted, first_pass
 from pure_loopgrad._loop import pull_back_loop
 from pure_loopgrad._loss import Gradients, Loss, pull_back_loss
 from pure_loopgrad._reduce import Body, Options, Prepared, Reduce, Weights
@@ -23,7 +22,6 @@ from pure_loopgrad._replicated import Rows, replicate
 from pure_loopgrad._sharded import Channels, attempt, exchange, group_of, refuse_foreign
 from pure_loopgrad._tree import PyTree
 from pure_loopgrad._vjp import prepare_without_graph
-from pure_loopgrad.errors import LoopValueError
 
 
 def value_and_grad(
@@ -87,27 +85,26 @@ def value_and_grad(
     Source: the exchange of outputs is that of the gradient cache, Gao et al., arXiv 2101.06983, section 3.3.
     """
     options = Options(reduce, weights, None, chunk_size, batched, randomness, run, partial=True)
-    check_argnums(argnums)
-    if loss is None and reduce == "stack":
-        raise LoopValueError("a stack is no scalar: give a loss(params, ys), or reduce='sum' or 'mean'")
+    which = check_argnums(argnums)
+    check_plan("auto", reduce, loss)
     channels = Channels(communication, deterministic)
 
     @eager
     def value_and_gradient(params: PyTree, xs: PyTree) -> tuple[Tensor, PyTree]:
-        return _value_and_gradient(channels, group_of(group), (body, loss, params, xs), options, argnums)
+        value, grads = _value_and_gradients(channels, group_of(group), (body, loss, params, xs), options, which)
+        return value, chosen(grads, argnums)
 
     return value_and_gradient
 
 
-def _value_and_gradient(
+def _value_and_gradients(
     channels: Channels,
     own: Any,
     call: tuple[Body, Loss | None, PyTree, PyTree],
     options: Options,
-    argnums: Argnums,
-) -> tuple[Tensor, PyTree]:
+    which: tuple[int, ...],
+) -> tuple[Tensor, tuple[PyTree, PyTree]]:
     body, loss, params, xs = call
-    which = check_argnums(argnums)
 
     def prepared_here() -> tuple[Prepared, Mask]:
         refuse_foreign(body, params)
@@ -126,28 +123,22 @@ def _value_and_gradient(
     n = len(first.raw)
     every_first = replace(first, raw=every[:n], over_consts=tuple(every[n:]))
     value, direct, through = _pulled_back(channel, whole, loss, wrt, every_first, rows)
-    grads = whole.gradient_trees([add(a, b) for a, b in zip(direct, through, strict=True)])
-    return value, grads[argnums] if isinstance(argnums, int) else tuple(grads[i] for i in argnums)
+    return value, whole.gradient_trees([add(a, b) for a, b in zip(direct, through, strict=True)])
 
 
 def _pulled_back(
     channel: Channel, whole: Prepared, loss: Loss | None, wrt: Mask, first: FirstPass, rows: Rows
 ) -> tuple[Tensor, Gradients, Gradients]:
     """The loss's value and its own gradient, and the gradient through the loops of all ranks."""
-    pulled, error = attempt(lambda: pull_back_loss(loss, whole, wrt, first.raw))
-    if pulled is None:  # the same on all ranks
-        assert error is not None
-        raise error
+    pulled = pull_back_loss(loss, whole, wrt, first.raw)  # what it raises, it raises on all ranks
     if first.is_enough:
         return pulled.value, pulled.direct, contracted(first, whole.inputs, wrt, pulled.cotangents)
     stacked = whole.reduce == "stack"
     own = [c.narrow(0, rows.start, rows.length) if stacked and c is not None else c for c in pulled.cotangents]
     through, error = attempt(lambda: pull_back_loop(whole.loop, whole.inputs, wrt, own))
     n = whole.loop.n_consts
-    over_consts = list(compress(whole.consts, wrt[:n]))
     if through is None:
-        channel.add_up([torch.zeros_like(t) for t in over_consts], error)
-        raise AssertionError("a collective raises where this rank has failed")
+        channel.fail("add_up", list(compress(whole.consts, wrt[:n])), error)
     if any(c is not None for c in own):
         grads = replicate("add_up", channel, [g for g in through[:n] if g is not None])
         through = [*put(through[:n], wrt[:n], grads), *through[n:]]

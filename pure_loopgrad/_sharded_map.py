@@ -228,9 +228,7 @@ def _looped(
         entered = replicate("enter", channel, list(compress(prepared.consts, needed)))
         if active_levels() == 0:
             guarded.channel, guarded.entered = channel, [t.detach() for t in entered if _tree.is_differentiable(t)]
-        prepared = replace(prepared, consts=put(prepared.consts, needed, entered))
-        live = [torch.is_grad_enabled() and t.requires_grad for t in prepared.inputs]
-        return prepared.saving(live).run(), None
+        return replace(prepared, consts=put(prepared.consts, needed, entered)).run_live(), None
 
     whole, raw, _ = exchange(channel, options, prepared, run, error, Rows())
     return whole.finish(raw)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from pure_loopgrad import _effects, _tree
+from pure_loopgrad import _tree
 from pure_loopgrad._body import check_chunk_size
 from pure_loopgrad._identity import identity_of
 from pure_loopgrad._levels import active_levels, without_graph
@@ -21,6 +20,7 @@ from pure_loopgrad._reduce import Body, Options
 from pure_loopgrad._rng import Sources
 from pure_loopgrad._run import current
 from pure_loopgrad._shapes import is_fake
+from pure_loopgrad._trace import unnoticed
 from pure_loopgrad._tree import PyTree
 
 ENOUGH = 0.05  # a larger chunk has to be faster by this fraction
@@ -88,21 +88,10 @@ def _runner(body: Body, params: PyTree, xs: PyTree, options: Options) -> Callabl
         m = min(n, max(size, FEW))
         few = x_skeleton.fill([without_graph(x.narrow(0, 0, m)) for x in x_tensors])
         quiet = replace(options, chunk_size=size, weights=None, grad_weights=None, run=QUIET)
-        with _unnoticed(sources):
+        with unnoticed(sources):
             return _least_of(lambda: gradient_once(body, constants, few, quiet), tensors + x_tensors) / m
 
     return seconds
-
-
-@contextmanager
-def _unnoticed(sources: Sources) -> Iterator[None]:
-    """A block that draws no random numbers and updates no buffers, for those outside."""
-    state = sources.state()
-    try:
-        with torch.no_grad(), _effects.rehearsal():
-            yield
-    finally:
-        sources.restore(state)
 
 
 def _least_of(run: Callable[[], object], on: list[Tensor]) -> float:

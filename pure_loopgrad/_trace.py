@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pure_loopgrad import _tree
 from pure_loopgrad._ambient import Ambient
-from pure_loopgrad._effects import Effects, recomputing
+from pure_loopgrad._effects import Effects, recomputing, rehearsal
 from pure_loopgrad._levels import active_levels, draws_for_nobody
 from pure_loopgrad._progress import Progress
 from pure_loopgrad._purity import FirstSight, foreign_draws_refused
@@ -62,6 +62,17 @@ def where(trace: Trace) -> str:
     """The iterations that run now, in words."""
     it = trace.iterations
     return f"iteration {it.start}" if len(it) == 1 else f"iterations {it.start} to {it.stop - 1}"
+
+
+@contextmanager
+def unnoticed(sources: Sources) -> Iterator[None]:
+    """A block that only finds something out: no gradient, no draw and no change of a buffer is seen outside of it."""
+    state = sources.state()
+    try:
+        with torch.no_grad(), rehearsal():
+            yield
+    finally:
+        sources.restore(state)
 
 
 @contextmanager

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pure_loopgrad import _effects, _run, _tree
+from pure_loopgrad import _run, _tree
 from pure_loopgrad._eager import eager
 from pure_loopgrad._levels import is_recorded
 from pure_loopgrad._rng import Sources
 from pure_loopgrad._scan import scan
 from pure_loopgrad._schedule import Plan, check_plan
+from pure_loopgrad._trace import unnoticed
 from pure_loopgrad._tree import PyTree
 from pure_loopgrad.errors import LoopTypeError, LoopValueError
 
@@ -125,12 +126,8 @@ def while_loop(
     if not is_recorded(tensors):
         return _run_while(cond, body, params, init, max_steps)[0]
     sources = Sources.of(tensors, skeleton.static, _run.current(run).generators)
-    state = sources.state()
-    try:
-        with torch.no_grad(), _effects.rehearsal():
-            _, n = _run_while(cond, body, params, init, max_steps)
-    finally:
-        sources.restore(state)  # the second run draws what the first one drew
+    with unnoticed(sources):  # the second run draws what this one draws
+        _, n = _run_while(cond, body, params, init, max_steps)
     carry, _ = scan(_CarryOnly(body), params, init, None, length=n, checkpoints=checkpoints, run=run)
     return carry
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pure_loopgrad import _run
 from pure_loopgrad._body import Randomness, check_chunk_size
-from pure_loopgrad._grad import Argnums, check_argnums
+from pure_loopgrad._grad import Argnums, check_argnums, chosen
 from pure_loopgrad._levels import active_levels
 from pure_loopgrad._loop import chunks, stream
 from pure_loopgrad._map import map as map_
@@ -73,8 +73,7 @@ def per_iteration_grads(
     task = Task.of(body, params, xs, check_argnums(argnums), wrt)
     body_of_grads = GradBody(task, has_aux)
     stacked, aux = map_(body_of_grads, task.consts, task.xs, chunk_size=chunk_size, randomness=randomness, run=run)
-    trees = task.trees(stacked)
-    grads = trees[argnums] if isinstance(argnums, int) else tuple(trees[i] for i in argnums)
+    grads = chosen(task.trees(stacked), argnums)
     return (grads, aux) if has_aux else grads
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections import Counter
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import torch
@@ -27,6 +28,14 @@ P = {
 XS = torch.randn(N, 3, generator=G, dtype=torch.float64)
 WEIGHTS = torch.tensor([1.0, 0.0, 2.0, -0.5, 3.0], dtype=torch.float64)
 SHARDS = {1: [[5]], 2: [[3, 2], [5, 0]], 3: [[2, 2, 1], [1, 0, 0], [0, 5, 0]]}
+COLLECTIVES = [
+    "all_gather_single",
+    "all_reduce",
+    "all_gather_object",
+    "all_to_all_single",
+    "broadcast",
+    "all_gather",
+]
 REDUCES = ["stack", "sum", "mean", "weighted"]
 
 
@@ -84,8 +93,7 @@ def gradients(rank, world, options):
             value, (dp, dxs) = f(P, XS[part])
             found["value_and_grad", tuple(sizes), reduce] = value, dp["W"], dp["b"][0], dxs
             p, xs = live_params(), XS[part].clone().requires_grad_()
-            chunk = {k: v for k, v in options.items() if k != "argnums"}
-            value = loss(p, looped(p, xs, reduce, weights, **chunk))
+            value = loss(p, looped(p, xs, reduce, weights, **options))
             value.backward()
             found["backward", tuple(sizes), reduce] = value.detach(), p["W"].grad, p["b"][0].grad, xs.grad
     return found
@@ -94,22 +102,24 @@ def gradients(rank, world, options):
 def transforms(rank, sizes):
     xs, weights = XS[own(sizes, rank)], WEIGHTS[own(sizes, rank)]
     f = lambda reduce: lambda b: loss({**P, "b": [b]}, looped({**P, "b": [b]}, xs, reduce, weights))
-    b, out = P["b"][0], {}
-    for reduce in REDUCES:
-        g = f(reduce)
-        out[reduce] = (
-            grad(g)(b),
-            hessian(g)(b),
-            jacfwd(g)(b),
-            jvp(grad(g), (b,), (b,))[1],
-            vmap(grad(g))(torch.stack([b, 2 * b])),
-            grad(lambda b, g=g: grad(g)(b).square().sum())(b),
-        )
-    return out
+    return {reduce: derivatives(f(reduce)) for reduce in REDUCES}
+
+
+def derivatives(f):
+    """Of a scalar function of b, by every transform."""
+    b = P["b"][0]
+    return (
+        grad(f)(b),
+        hessian(f)(b),
+        jacfwd(f)(b),
+        jvp(grad(f), (b,), (b,))[1],
+        vmap(grad(f))(torch.stack([b, 2 * b])),
+        grad(lambda b: grad(f)(b).square().sum())(b),
+    )
 
 
 def one_pass(rank, sizes):
-    xs, rules = XS[own(sizes, rank)], []
+    xs = XS[own(sizes, rank)]
     scalar = lambda p, x: body(p, x)["y"].sum()
     out = {}
     with counted() as calls:
@@ -119,42 +129,25 @@ def one_pass(rank, sizes):
             calls.clear()
             out[reduce] = f(P, xs)
             out[reduce, "calls"] = dict(calls)
-    return out, rules
+    return out
 
 
+@contextmanager
 def counted():
-    """Patches the collectives to count them; the object yielded is the count."""
-    names = [
-        "all_gather_single",
-        "all_reduce",
-        "all_gather_object",
-        "all_to_all_single",
-        "broadcast",
-        "all_gather",
-    ]
+    """Counts the collectives by name."""
+    calls = Counter()
 
-    class Counting:
-        def __enter__(self):
-            self.calls = Counter()
-            self.patches = [mock.patch.object(dist, name, self._counting(name)) for name in names]
-            for p in self.patches:
-                p.start()
-            return self.calls
+    def counting(name, call):
+        def counted_call(*args, **kwargs):
+            calls[name] += 1
+            return call(*args, **kwargs)
 
-        def _counting(self, name):
-            call = getattr(dist, name)
+        return counted_call
 
-            def counting(*args, **kwargs):
-                self.calls[name] += 1
-                return call(*args, **kwargs)
-
-            return counting
-
-        def __exit__(self, *exception):
-            for p in self.patches:
-                p.stop()
-
-    return Counting()
+    with ExitStack() as patches:
+        for name in COLLECTIVES:
+            patches.enter_context(mock.patch.object(dist, name, counting(name, getattr(dist, name))))
+        yield calls
 
 
 def collectives(rank, sizes):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
@@ -83,9 +84,10 @@ def _run(args: argparse.Namespace) -> None:
 
     from pure_loopgrad.demo import report
     from pure_loopgrad.demo.job import run
-    from pure_loopgrad.demo.sharded import is_sharded, run_sharded
 
-    if is_sharded():
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # started by torchrun
+        from pure_loopgrad.demo.sharded import run_sharded
+
         found = run_sharded(config)
         if found is not None:
             print(json.dumps(asdict(found)) if args.json else found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
 
@@ -34,11 +33,6 @@ class Sharded:
             f"loss {self.losses[0]:.4g} to {self.losses[-1]:.4g} in {len(self.losses)} steps of {self.seconds:.2f} s; "
             f"the gradient differs from that of one process by {self.error:.1e}"
         )
-
-
-def is_sharded() -> bool:
-    """Whether torchrun has started this process as one of several."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def run_sharded(config: Config) -> Sharded | None:
