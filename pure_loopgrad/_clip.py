@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import optree
 import torch
 
+from pure_loopgrad import _tree
 from pure_loopgrad._tree import PyTree
 
 
@@ -22,8 +22,8 @@ def clip_norm(limit: float, eps: float = 1e-6) -> Callable[[PyTree], PyTree]:
     """
 
     def clip(grad: PyTree) -> PyTree:
-        norm = torch.stack([torch.linalg.vector_norm(g) for g in optree.tree_leaves(grad)]).norm()
-        return optree.tree_map(lambda g: g * (limit / (norm + eps)).clamp(max=1.0), grad)
+        norm = torch.stack([torch.linalg.vector_norm(g) for g in _tree.leaves_of(grad)]).norm()
+        return _tree.tree_map(lambda g: g * (limit / (norm + eps)).clamp(max=1.0), grad)
 
     return clip
 
@@ -38,4 +38,4 @@ def clip_leaf_norms(limit: float, eps: float = 1e-6) -> Callable[[PyTree], PyTre
     Returns:
         A function from a gradient to a gradient.
     """
-    return lambda grad: optree.tree_map(lambda g: clip_norm(limit, eps)(g), grad)
+    return lambda grad: _tree.tree_map(lambda g: clip_norm(limit, eps)(g), grad)

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
+from pure_loopgrad import _tree
 from pure_loopgrad._body import accumulation_dtype
 from pure_loopgrad._levels import active_levels
 from pure_loopgrad._tree import PyTree
@@ -42,11 +42,11 @@ def added(total: Tensor, term: Tensor, factor: float = 1.0) -> Tensor:
 
 
 def zeros(grad: PyTree, n: int) -> PyTree:
-    return optree.tree_map(lambda g: torch.zeros_like(g, dtype=accumulation_dtype(g.dtype)), grad)
+    return _tree.tree_map(lambda g: torch.zeros_like(g, dtype=accumulation_dtype(g.dtype)), grad)
 
 
 def add_sums(total: PyTree, grads: PyTree, iterations: range) -> PyTree:
-    return optree.tree_map(
+    return _tree.tree_map(
         lambda t, g: added(t, g[0] if len(iterations) == 1 else g.sum(0, dtype=t.dtype)), total, grads
     )
 
@@ -57,7 +57,7 @@ def numbers(of: Callable[[PyTree], Tensor]) -> Fold:
 
 
 def norms_of(grads: PyTree) -> Tensor:
-    leaves = [torch.linalg.vector_norm(rows(g), dim=1) for g in optree.tree_leaves(grads)]
+    leaves = [torch.linalg.vector_norm(rows(g), dim=1) for g in _tree.leaves_of(grads)]
     norms: Tensor = torch.linalg.vector_norm(torch.stack(leaves), dim=0)
     return norms
 

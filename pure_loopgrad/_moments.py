@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
+from pure_loopgrad import _tree
 from pure_loopgrad._body import accumulation_dtype
 from pure_loopgrad._folding import Fold, added
 from pure_loopgrad._levels import active_levels
@@ -104,7 +104,7 @@ class _Spread:
     means: list[Tensor]
     squares: list[Tensor]
     shapes: list[torch.Size]
-    spec: optree.PyTreeSpec
+    spec: _tree.TreeSpec
 
     def tree(self, leaves: list[Tensor]) -> PyTree:
         """Flat leaves in the structure of the gradient."""
@@ -119,7 +119,7 @@ def _spread(finish: Callable[[_Spread], Any], keep: Callable[[Tensor], Tensor]) 
     """A fold with a `_Spread` as state; `keep` says what is kept of the squares of a leaf's entries."""
 
     def init(grad: PyTree, n: int) -> _Spread:
-        leaves, spec = optree.tree_flatten(grad)
+        leaves, spec = _tree.flatten(grad)
         first = [g.reshape(-1).to(accumulation_dtype(g.dtype), copy=True) for g in leaves]
         zeros = [torch.zeros_like(f) for f in first]
         squares = [torch.zeros_like(keep(f.real)) for f in first]
@@ -127,7 +127,7 @@ def _spread(finish: Callable[[_Spread], Any], keep: Callable[[Tensor], Tensor]) 
 
     def update(state: _Spread, grads: PyTree, iterations: range) -> _Spread:
         state.count += len(iterations)
-        for i, g in enumerate(optree.tree_leaves(grads)):
+        for i, g in enumerate(_tree.leaves_of(grads)):
             g = g.reshape(g.shape[0], -1)
             leaf = state.first[i], state.means[i], state.squares[i]
             state.means[i], state.squares[i] = _merged(*leaf, g, state.count, keep)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -83,6 +83,18 @@ def flatten(tree: PyTree) -> tuple[list[Any], TreeSpec]:
     for cls in unknown:
         _register_dataclass(cls)
     return flatten(tree)
+
+
+def leaves_of(tree: PyTree) -> list[Any]:
+    """The leaves of a pytree, whatever they are."""
+    return flatten(tree)[0]
+
+
+def tree_map(fn: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
+    """Applies a function to each leaf, and to the leaves of other trees in the same places."""
+    found, spec = flatten(tree)
+    columns = [found, *(spec.flatten_up_to(other) for other in others)]
+    return spec.unflatten([fn(*row) for row in zip(*columns, strict=True)])
 
 
 def split(tree: PyTree) -> tuple[list[Tensor], Skeleton]:

@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
-from pure_loopgrad import _run
+from pure_loopgrad import _run, _tree
 from pure_loopgrad._body import Randomness, check_chunk_size
 from pure_loopgrad._grad import Argnums, check_argnums, chosen
 from pure_loopgrad._levels import active_levels
@@ -120,7 +120,7 @@ def fold_grads(
         {'mean': tensor(-3.), 'norms': tensor([0., 2., 4., 6.])}
     """
     task = Task.of(body, params, xs, (0,), wrt)
-    folds, spec = optree.tree_flatten(fold)
+    folds, spec = optree.tree_flatten(fold)  # a Fold is a dataclass, and a leaf here
     for path, leaf in zip(spec.paths(), folds, strict=True):
         if not isinstance(leaf, Fold):
             raise LoopTypeError(f"fold{list(path)} is a {type(leaf).__name__}; expected a Fold, as of plg.folds")
@@ -191,8 +191,8 @@ def grad_stats(
     folds = moments(), norms()
     options = {"transform": transform, "wrt": wrt, "chunk_size": chunk_size, "randomness": randomness, "run": run}
     (centre, spread), lengths = fold_grads(body, params, xs, folds, **options)
-    trace = torch.stack([v.double().sum() for v in optree.tree_leaves(spread)]).sum()
-    return GradStats(centre, spread, lengths, noise_scale_of(optree.tree_leaves(centre), trace, lengths.shape[0]))
+    trace = torch.stack([v.double().sum() for v in _tree.leaves_of(spread)]).sum()
+    return GradStats(centre, spread, lengths, noise_scale_of(_tree.leaves_of(centre), trace, lengths.shape[0]))
 
 
 def _fold_once(
@@ -235,7 +235,7 @@ class _Folding:
             one = lambda leaves: task.leaves(transform(task.trees(leaves)[0]))  # noqa: E731  # for vmap alone
             grads = torch.func.vmap(one, randomness=self.randomness)(grads)
         tree = task.trees(grads)[0]
-        states = self.states or [f.init(optree.tree_map(lambda g: g[0], tree), task.n) for f in self.folds]
+        states = self.states or [f.init(_tree.tree_map(lambda g: g[0], tree), task.n) for f in self.folds]
         self.states = [f.update(s, tree, iterations) for f, s in zip(self.folds, states, strict=True)]
 
     def leave_out(self, iterations: range) -> None:

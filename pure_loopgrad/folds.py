@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
+from pure_loopgrad import _tree
 from pure_loopgrad._body import accumulation_dtype
 from pure_loopgrad._clip import clip_leaf_norms as clip_leaf_norms
 from pure_loopgrad._clip import clip_norm as clip_norm
@@ -50,7 +50,7 @@ def mean() -> Fold:
     return Fold(
         lambda grad, n: (n, zeros(grad, n)),
         lambda state, grads, its: (state[0], add_sums(state[1], grads, its)),
-        lambda state: optree.tree_map(lambda t: t / state[0], state[1]),
+        lambda state: _tree.tree_map(lambda t: t / state[0], state[1]),
     )
 
 
@@ -70,7 +70,7 @@ def noisy_sum(std: float, generator: torch.Generator | None = None) -> Fold:
     def noisy(t: Tensor) -> Tensor:
         return t + std * torch.empty_like(t).normal_(generator=generator)
 
-    return Fold(zeros, add_sums, lambda state: optree.tree_map(noisy, state))
+    return Fold(zeros, add_sums, lambda state: _tree.tree_map(noisy, state))
 
 
 def norms() -> Fold:
@@ -95,8 +95,8 @@ def leaf_norms() -> Fold:
 
     return Fold(
         lambda grad, n: [],
-        lambda state, grads, its: [*state, optree.tree_map(norm, grads)],
-        lambda state: optree.tree_map(lambda *parts: torch.cat(parts), *state),
+        lambda state, grads, its: [*state, _tree.tree_map(norm, grads)],
+        lambda state: _tree.tree_map(lambda *parts: torch.cat(parts), *state),
     )
 
 
@@ -109,10 +109,10 @@ def inner(direction: PyTree) -> Fold:
     Returns:
         A fold; its result has shape (n,). Memory: n numbers.
     """
-    flat = [d.reshape(-1).conj() for d in optree.tree_leaves(direction)]
+    flat = [d.reshape(-1).conj() for d in _tree.leaves_of(direction)]
 
     def products(grads: PyTree) -> Tensor:
-        pairs = zip(optree.tree_leaves(grads), flat, strict=True)
+        pairs = zip(_tree.leaves_of(grads), flat, strict=True)
         return torch.stack([(rows(g) @ d.to(accumulation_dtype(g.dtype))).real for g, d in pairs]).sum(0)
 
     return numbers(products)
@@ -132,7 +132,7 @@ def gram() -> Fold:
         return torch.stack([(g @ g.mH).real for g in leaves]).sum(0)
 
     return Fold(
-        lambda grad, n: [], lambda state, grads, its: [*state, [rows(g) for g in optree.tree_leaves(grads)]], finish
+        lambda grad, n: [], lambda state, grads, its: [*state, [rows(g) for g in _tree.leaves_of(grads)]], finish
     )
 
 
@@ -149,7 +149,7 @@ def cosine_to_mean() -> Fold:
     def then(found: tuple[PyTree, Tensor]) -> Fold:
         centre, lengths = found
         along = inner(centre)
-        length = torch.stack([torch.linalg.vector_norm(c) for c in optree.tree_leaves(centre)]).norm()
+        length = torch.stack([torch.linalg.vector_norm(c) for c in _tree.leaves_of(centre)]).norm()
 
         def finish(state: Any) -> Tensor:
             scale = lengths * length
@@ -212,9 +212,9 @@ def extrema() -> Fold:
     """
 
     def update(state: Any, grads: PyTree, its: range) -> Any:
-        least, most = optree.tree_map(lambda g: g.amin(0), grads), optree.tree_map(lambda g: g.amax(0), grads)
+        least, most = _tree.tree_map(lambda g: g.amin(0), grads), _tree.tree_map(lambda g: g.amax(0), grads)
         if state is None:
             return least, most
-        return optree.tree_map(torch.minimum, state[0], least), optree.tree_map(torch.maximum, state[1], most)
+        return _tree.tree_map(torch.minimum, state[0], least), _tree.tree_map(torch.maximum, state[1], most)
 
     return Fold(lambda grad, n: None, update, lambda state: state)

@@ -9,7 +9,7 @@ import torch
 from torch.optim import swa_utils
 
 import pure_loopgrad as plg
-from tests.oracle import assert_close
+from pure_loopgrad.testing import assert_close
 
 
 def walk(dtype=torch.float64, steps=7):

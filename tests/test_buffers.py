@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import pure_loopgrad as plg
-from tests.oracle import assert_close
+from pure_loopgrad.testing import assert_close
 
 XS = torch.randn(5, 8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import pure_loopgrad as plg
-from tests.oracle import assert_close, plain_map, plain_mean, plain_sum
+from pure_loopgrad.testing import assert_close, plain_map, plain_mean, plain_sum
 
 f64 = torch.float64
 

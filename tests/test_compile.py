@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch._inductor import config as inductor
 
 import pure_loopgrad as plg
-from tests.oracle import assert_close
+from pure_loopgrad.testing import assert_close
 
 W = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 XS = torch.randn(5, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -19,7 +19,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 import pure_loopgrad as plg
 from pure_loopgrad import _compile
 from pure_loopgrad.errors import CapturedTensorError, ImpureBodyError
-from tests.oracle import assert_close
+from pure_loopgrad.testing import assert_close
 
 G = torch.Generator().manual_seed(0)
 W = torch.randn(3, 3, generator=G, dtype=torch.float64)

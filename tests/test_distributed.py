@@ -10,8 +10,8 @@ import pure_loopgrad as plg
 from pure_loopgrad import _sharded_map, distributed
 from pure_loopgrad._channel import _capacity, _flat, _unflat
 from pure_loopgrad.errors import LoopValueError
+from pure_loopgrad.testing import assert_close
 from tests import sharded_cases as cases
-from tests.oracle import assert_close
 from tests.ranks import on_ranks
 
 WORLDS = [1, 2, 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import optree
@@ -12,10 +13,8 @@ from hypothesis import strategies as st
 
 import pure_loopgrad as plg
 from pure_loopgrad import folds
-from tests import oracle
-from tests.memory import peak_bytes
-from tests.oracle import assert_close
-from tests.strategies import CHUNKS, cases
+from pure_loopgrad.testing import assert_close, chunk_sizes, loops, peak_bytes
+from pure_loopgrad.testing import plain as oracle
 
 SCALARS = ("scalar",)
 
@@ -27,7 +26,7 @@ def scalar(body):
 def stored(body, params, xs):
     """The gradient of each iteration by its own backward, stacked; a list of the float leaves of params."""
     rows = []
-    for i in range(oracle.length(xs)):
+    for i in range(oracle.n_of(xs)):
         live = oracle.tree_map(
             lambda t: t.clone().requires_grad_() if isinstance(t, torch.Tensor) and t.is_floating_point() else t, params
         )
@@ -44,7 +43,7 @@ def flat(grads):
     return torch.cat([g.reshape(g.shape[0], -1) for g in grads], 1)
 
 
-@given(cases(SCALARS, st.sampled_from([1, 2, 3, 7])))
+@given(loops(SCALARS, st.sampled_from([1, 2, 3, 7])))
 def test_per_iteration_grads(case):
     body = scalar(case.body)
     found = plg.per_iteration_grads(body, case.params, case.xs, chunk_size=case.chunk_size)
@@ -69,7 +68,7 @@ EVERYTHING = {
 }
 
 
-@given(cases(SCALARS, st.sampled_from([2, 3, 5, 7])))
+@given(loops(SCALARS, st.sampled_from([2, 3, 5, 7])))
 def test_every_fold(case):
     """Each against its definition on the stored gradients."""
     body = scalar(case.body)
@@ -227,7 +226,7 @@ def test_results_carry_no_graph_and_frozen_leaves_get_none():
     assert not any(g.requires_grad for g in oracle.leaves(found))
 
 
-@given(st.sampled_from([1, 2, 5]), CHUNKS)
+@given(st.sampled_from([1, 2, 5]), chunk_sizes())
 def test_under_transforms(n, chunk_size):
     """An ensemble's gradients by vmap, and the derivative of a statistic."""
     xs = torch.linspace(-1, 1, n, dtype=torch.float64)[:, None] * torch.arange(1.0, 4.0, dtype=torch.float64)
@@ -292,3 +291,21 @@ def test_clipping_at_zero_norm():
     )
     assert found.tolist() == [0, 0]
     assert math.isfinite(found.sum())
+
+
+@dataclasses.dataclass
+class Weights:
+    w: torch.Tensor
+    b: torch.Tensor
+
+
+def test_folds_of_a_dataclass():
+    """Its gradient is a dataclass that only the library's own pytrees know."""
+    params = Weights(torch.tensor([1.0, 2.0]), torch.tensor(0.5))
+    loss = lambda p, x: (p.w * x).sum() + p.b * x
+    every = {**EVERYTHING, "clipped": folds.mean(), "noisy": folds.noisy_sum(0.0)}
+    found = plg.fold_grads(loss, params, torch.arange(3.0), every, transform=folds.clip_norm(1e9))
+    assert isinstance(found["sum"], Weights)
+    assert_close([found["sum"].w, found["sum"].b], [torch.tensor([3.0, 3.0]), torch.tensor(3.0)], rtol=1e-6)
+    assert_close(found["norms"], 3**0.5 * torch.arange(3.0), rtol=1e-6)
+    assert isinstance(plg.grad_stats(loss, params, torch.arange(3.0)).variance, Weights)

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pure_loopgrad as plg
-from tests import oracle
-from tests.oracle import assert_close
-from tests.strategies import cases, losses, transform_stacks
+from pure_loopgrad.testing import assert_close, loops, losses, transform_stacks
+from pure_loopgrad.testing import plain as oracle
 from tests.test_properties import assert_same_under_transforms
 
 N = 6
@@ -47,7 +46,7 @@ def scaled(body, factors):
     return loop
 
 
-@given(cases(sizes=st.sampled_from([1, 2, 3, 5])), losses(), transform_stacks(), st.data())
+@given(loops(sizes=st.sampled_from([1, 2, 3, 5])), losses(), transform_stacks(), st.data())
 def test_equals_the_plain_loop(case, loss, stack, data):
     factors = data.draw(st.lists(FACTORS, min_size=case.n, max_size=case.n))
     plain = scaled(case.body, factors)

@@ -9,8 +9,8 @@ import torchopt
 from opacus.optimizers import DPOptimizer
 
 import pure_loopgrad as plg
-from tests.memory import LiveBytes
-from tests.oracle import assert_close
+from pure_loopgrad._counting import LiveBytes
+from pure_loopgrad.testing import assert_close
 
 
 def classifier():

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import pure_loopgrad as plg
-from tests.oracle import assert_close, plain_map, plain_sum
-from tests.strategies import D
+from pure_loopgrad.testing import assert_close, plain_map, plain_sum
+from pure_loopgrad.testing.grammar import WIDTH as D
 
 W = torch.randn(D, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 XS = torch.randn(7, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

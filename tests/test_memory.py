@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import pure_loopgrad as plg
-from tests.memory import LiveBytes, peak_bytes, saved_bytes
+from pure_loopgrad._counting import LiveBytes
+from pure_loopgrad.testing import peak_bytes, saved_bytes
 
 D = 32
 

@@ -13,7 +13,7 @@ import pure_loopgrad as plg
 from pure_loopgrad._measure import Subject
 from pure_loopgrad._reduce import Options
 from pure_loopgrad._throughput import fastest
-from tests.memory import peak_bytes
+from pure_loopgrad.testing import peak_bytes
 
 
 def cnn():

@@ -7,18 +7,11 @@ import torch
 from hypothesis import assume, given
 
 import pure_loopgrad as plg
-from tests import oracle
-from tests.oracle import assert_close
-from tests.strategies import (
-    SIZES,
-    Flat,
-    cases,
-    gradient_by_backward,
-    gradient_by_func,
-    losses,
-    transform_stacks,
-    transformed,
-)
+from pure_loopgrad.testing import assert_close, loops, losses, transform_stacks, transformed
+from pure_loopgrad.testing import plain as oracle
+from pure_loopgrad.testing.grammar import FLOAT_OUTPUTS
+from pure_loopgrad.testing.strategies import SIZES
+from pure_loopgrad.testing.transforms import Flat, gradient_by_backward, gradient_by_func
 
 POSITIVE = SIZES.filter(lambda n: n > 0)
 
@@ -30,7 +23,7 @@ def weights_for(n):
 def assert_same_under_transforms(ours, plain, case, loss, stack, gradient=gradient_by_backward):
     """`ours` and `plain` map (params, xs) to outputs; compares outputs, and the loss's value and gradient."""
     assert_close(ours(case.params, case.xs), plain(case.params, case.xs), what="outputs")
-    flat = Flat(case.params, case.xs)
+    flat = Flat((case.params, case.xs))
 
     def scalar(run):
         def f(v):
@@ -43,7 +36,7 @@ def assert_same_under_transforms(ours, plain, case, loss, stack, gradient=gradie
     assert_close(gradient(transformed(scalar(ours), stack), flat.start()), ref, what=f"{stack}")
 
 
-@given(cases(), losses(), transform_stacks())
+@given(loops(), losses(), transform_stacks())
 def test_map(case, loss, stack):
     assert_same_under_transforms(
         lambda p, x: plg.map(case.body, p, x, chunk_size=case.chunk_size),
@@ -52,7 +45,7 @@ def test_map(case, loss, stack):
     )  # fmt: skip
 
 
-@given(cases(), losses(), transform_stacks())
+@given(loops(), losses(), transform_stacks())
 def test_sum(case, loss, stack):
     assert_same_under_transforms(
         lambda p, x: plg.sum(case.body, p, x, chunk_size=case.chunk_size),
@@ -61,10 +54,7 @@ def test_sum(case, loss, stack):
     )  # fmt: skip
 
 
-FLOATS = ("vector", "scalar", "matrix", "tuple", "dict", "twice", "the input", "constant", "parameter")
-
-
-@given(cases(outputs=FLOATS, sizes=POSITIVE), losses(), transform_stacks())
+@given(loops(outputs=FLOAT_OUTPUTS, sizes=POSITIVE), losses(), transform_stacks())
 def test_mean(case, loss, stack):
     assert_same_under_transforms(
         lambda p, x: plg.mean(case.body, p, x, chunk_size=case.chunk_size),
@@ -73,7 +63,7 @@ def test_mean(case, loss, stack):
     )  # fmt: skip
 
 
-@given(cases(outputs=FLOATS, sizes=POSITIVE), losses(), transform_stacks())
+@given(loops(outputs=FLOAT_OUTPUTS, sizes=POSITIVE), losses(), transform_stacks())
 def test_weighted_mean(case, loss, stack):
     w = weights_for(case.n)
     assert_same_under_transforms(
@@ -83,7 +73,7 @@ def test_weighted_mean(case, loss, stack):
     )  # fmt: skip
 
 
-@given(cases(sizes=POSITIVE), losses(), transform_stacks())
+@given(loops(sizes=POSITIVE), losses(), transform_stacks())
 def test_checkpoint(case, loss, stack):
     x = lambda xs: oracle.take(xs, 0)
     assert_same_under_transforms(
@@ -93,7 +83,7 @@ def test_checkpoint(case, loss, stack):
     )  # fmt: skip
 
 
-@given(cases(), losses(), transform_stacks(1))
+@given(loops(), losses(), transform_stacks(1))
 def test_vjp(case, loss, stack):
     """The pullback, itself differentiated: by transforms, along the output and along the cotangent."""
 
@@ -106,7 +96,7 @@ def test_vjp(case, loss, stack):
         return f
 
     def plain(params, xs):
-        flat = Flat(params, xs)
+        flat = Flat((params, xs))
         v = flat.start()
         floats = lambda ys: tuple(y for y in oracle.leaves(ys) if y.is_floating_point())
         ys, pullback = torch.func.vjp(lambda v: floats(oracle.plain_map(case.body, *flat.unravel(v))), v)
@@ -128,13 +118,13 @@ def test_vjp(case, loss, stack):
 
 @pytest.mark.parametrize("reduce", ["stack", "sum", "mean"])
 @pytest.mark.parametrize("plan", ["auto", "two_pass"])
-@given(case=cases(outputs=FLOATS, sizes=POSITIVE), loss=losses(), stack=transform_stacks(1))
+@given(case=loops(outputs=FLOAT_OUTPUTS, sizes=POSITIVE), loss=losses(), stack=transform_stacks(1))
 def test_value_and_grad(reduce, plan, case, loss, stack):
     assert_value_and_grad(reduce, plan, case, loss, stack)
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
-@given(case=cases(outputs=FLOATS, sizes=POSITIVE), loss=losses(), stack=transform_stacks(1))
+@given(case=loops(outputs=FLOAT_OUTPUTS, sizes=POSITIVE), loss=losses(), stack=transform_stacks(1))
 def test_value_and_grad_in_one_pass(reduce, case, loss, stack):
     assert_value_and_grad(reduce, "one_pass", case, loss, stack)
 
@@ -148,7 +138,7 @@ def assert_value_and_grad(reduce, plan, case, loss, stack):
         return [value, *oracle.leaves(grads)]
 
     def plain(params, xs):
-        flat = Flat(params, xs)
+        flat = Flat((params, xs))
 
         def scalar(v):
             p, x = flat.unravel(v)
@@ -164,7 +154,7 @@ def loss_of_list(params, ys):
     return sum(torch.sin(y).sum() for y in ys)
 
 
-@given(cases(sizes=POSITIVE), losses())
+@given(loops(sizes=POSITIVE), losses())
 def test_live_parameters(case, loss):
     """`.backward()` fills the gradients of the leaves themselves, and a second backward through it works."""
     assume(any(t.is_floating_point() for t in oracle.leaves(case.params["layers"])))

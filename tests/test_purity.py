@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import pure_loopgrad as plg
-from tests.oracle import assert_close
+from pure_loopgrad.testing import assert_close
 
 W = torch.tensor([0.3, -0.7, 1.1], dtype=torch.float64)
 XS = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

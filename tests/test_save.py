@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import pure_loopgrad as plg
+from pure_loopgrad._counting import LiveBytes
 from pure_loopgrad.errors import CapturedTensorError, LoopValueError
-from tests.memory import LiveBytes, peak_bytes
-from tests.oracle import assert_close
+from pure_loopgrad.testing import assert_close, peak_bytes
 
 G = torch.Generator().manual_seed(0)
 W = torch.randn(3, 3, generator=G, dtype=torch.float64)

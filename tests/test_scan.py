@@ -13,23 +13,25 @@ from hypothesis import strategies as st
 
 import pure_loopgrad as plg
 from pure_loopgrad._schedule import advances
-from tests.memory import peak_bytes, saved_bytes
-from tests.oracle import assert_close, leaves, take, tree_map
-from tests.strategies import OPS, D, Flat, gradient_by_backward, losses, transform_stacks, transformed
+from pure_loopgrad.testing import (
+    assert_close,
+    losses,
+    peak_bytes,
+    plain_scan,
+    saved_bytes,
+    schedules,
+    transform_stacks,
+    transformed,
+)
+from pure_loopgrad.testing.grammar import OPS
+from pure_loopgrad.testing.grammar import WIDTH as D
+from pure_loopgrad.testing.transforms import Flat, gradient_by_backward
 
 f64 = torch.float64
 
 
 def data(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=f64)
-
-
-def plain_scan(body, params, init, xs, *, length=None, reverse=False):
-    n = leaves(xs)[0].shape[0] if leaves(xs) else length
-    carry, ys = tree_map(torch.as_tensor, init), [None] * n
-    for i in reversed(range(n)) if reverse else range(n):
-        carry, ys[i] = body(params, carry, take(xs, i))
-    return carry, tree_map(lambda *y: torch.stack([torch.as_tensor(t) for t in y]), *ys)
 
 
 # Properties
@@ -66,14 +68,14 @@ def scans(draw):
     layers = [None if OPS[o][0] is None else data(*OPS[o][0], seed=seed + i) for i, o in enumerate(ops)]
     params = {"layers": layers, "spare": data(2, seed=seed), "name": "static"}
     init = {"h": data(D, seed=seed + 7), "count": torch.tensor(0)}
-    plan = draw(st.one_of(st.sampled_from(["all", "sqrt"]), st.integers(1, n + 2)))
+    plan = draw(schedules(n + 2))
     return StepBody(tuple(ops), kind), params, init, data(n, D, seed=seed + 9), plan, draw(st.booleans())
 
 
 @given(scans(), losses(), transform_stacks())
 def test_scan_equals_the_plain_loop(case, loss, stack):
     body, params, init, xs, plan, reverse = case
-    flat = Flat((params, init), xs)
+    flat = Flat(((params, init), xs))
 
     def scalar(loop):
         def f(v):
@@ -94,7 +96,7 @@ def rnn(W, c, x):
     return n, n.sum()
 
 
-@given(st.integers(0, 60), st.one_of(st.sampled_from(["all", "sqrt"]), st.integers(1, 62)))
+@given(st.integers(0, 60), schedules(62))
 def test_every_length_and_schedule(n, plan):
     W, c, xs = data(2, 2), data(2, seed=1), data(n, 2, seed=2)
     plan = min(plan, n + 2) if isinstance(plan, int) else plan

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import pure_loopgrad as plg
-from tests.oracle import assert_close
-from tests.strategies import Flat, gradient_by_backward, transformed
+from pure_loopgrad.testing import assert_close
+from pure_loopgrad.testing.transforms import Flat, gradient_by_backward, transformed
 
 D = 3
 
@@ -145,7 +145,7 @@ def found_by(loop, body, stack, n, seed):
     """Value and gradient under the transforms, and where the global generator and that of params stand afterwards."""
     params, xs = inputs(n, seed)
     torch.manual_seed(seed)
-    flat = Flat(params, xs)
+    flat = Flat((params, xs))
 
     def scalar(v):
         p, x = flat.unravel(v)
