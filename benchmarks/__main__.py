@@ -98,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("workloads", nargs="*")
     parser.add_argument("--quick", action="store_true", help="small sizes, one round, without what is slow to start")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     rounds = 1 if args.quick else args.rounds
     for workload in args.workloads or (QUICK_WORKLOADS if args.quick else WORKLOADS):

@@ -5,7 +5,7 @@
 Two noisy, shifted views of each digit are pulled together and all others pushed apart (InfoNCE; van den Oord, Li and
 Vinyals, arXiv 1807.03748). The encoder runs in chunks, and so does the loss: a loop over the rows of the matrix of
 similarities, so that neither the encoder's intermediates nor 4,096 x 4,096 logits are ever held. No label is used until
-a nearest neighbour classifies held-out digits in the learned features.
+a nearest neighbour among thirty digits with a label classifies all others.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import matplotlib.pyplot as plt
 
 CHUNK = 256
 TEMPERATURE = 0.2
+KNOWN = 30  # digits with a label
 Params = dict[str, Tensor]
 
 
@@ -92,7 +93,7 @@ def main(quick: bool, picture: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     data = load_digits()
     images, digits = torch.tensor(data.images / 16, dtype=torch.float32), torch.tensor(data.target)
-    batch, steps = (512, 2) if quick else (4096, 60)
+    batch, steps = (512, 2) if quick else (4096, 80)
     params = init(generator)
     gradient = plg.value_and_grad(encode, loss, chunk_size=CHUNK, batched=True)
 
@@ -100,7 +101,7 @@ def main(quick: bool, picture: Path) -> None:
     found = compare(lambda: gradient(params, xs)[1], lambda: plain_gradient(params, xs))
     print(f"{batch} pairs: {found}")
 
-    before = accuracy(params, images, digits, 1000)
+    before = accuracy(params, images, digits, KNOWN)
     losses = []
     state = {k: (torch.zeros_like(p), torch.zeros_like(p)) for k, p in params.items()}
     for step in range(1, steps + 1):
@@ -108,12 +109,12 @@ def main(quick: bool, picture: Path) -> None:
         losses.append(value.item())
         for k, g in grads.items():  # Adam
             m, v = state[k] = state[k][0].lerp(g, 0.1), state[k][1].lerp(g * g, 0.01)
-            params[k] = params[k] - 2e-3 * (m / (1 - 0.9**step)) / ((v / (1 - 0.99**step)).sqrt() + 1e-8)
+            params[k] = params[k] - 4e-3 * (m / (1 - 0.9**step)) / ((v / (1 - 0.99**step)).sqrt() + 1e-8)
         if step % 20 == 0:
             print(f"step {step}: loss {losses[-1]:.3f}")
-    after = accuracy(params, images, digits, 1000)
-    print(f"nearest neighbour right: {before:.1%} before, {after:.1%} after")
-    draw(picture, losses, encode(params, images[1000:]), digits[1000:])
+    after = accuracy(params, images, digits, KNOWN)
+    print(f"with {KNOWN} labels, the nearest neighbour is right for {before:.1%} before, {after:.1%} after")
+    draw(picture, losses, encode(params, images[KNOWN:]), digits[KNOWN:])
 
 
 def draw(picture: Path, losses: list[float], z: Tensor, digits: Tensor) -> None:
@@ -123,7 +124,7 @@ def draw(picture: Path, losses: list[float], z: Tensor, digits: Tensor) -> None:
     flat = z - z.mean(0)
     plane = flat @ torch.linalg.svd(flat, full_matrices=False)[2][:2].T
     points = axes[1].scatter(*plane.T, c=digits, cmap="tab10", s=6)
-    axes[1].set(title="held-out digits, two principal axes of their features")
+    axes[1].set(title="digits, two principal axes of their features")
     figure.colorbar(points, ax=axes[1], label="digit")
     figure.savefig(picture, dpi=80)
     print(f"picture: {picture}")

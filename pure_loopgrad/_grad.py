@@ -102,6 +102,7 @@ def value_and_grad(
         if first.is_enough:
             through = contracted(first, prepared.inputs, wrt, pulled.cotangents)
         else:
+            first = replace(first, raw=[])  # the loss has seen them
             through = pull_back_loop(prepared.loop, prepared.inputs, wrt, pulled.cotangents)
         _report(_run.current(run), loss, first)
         del first  # its jacobians are as large as the gradient
