@@ -4,13 +4,13 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
-.PHONY: demo test test-thorough lint format bench bench-quick dist clean
+.PHONY: demo test test-thorough lint format docs figures examples bench bench-quick dist clean
 
 # torch first and pinned: with no torch there, an open range would fetch gigabytes of CUDA
 $(INSTALLED): pyproject.toml requirements/constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c requirements/constraints.txt torch
-	$(BIN)/python -m pip install -q -c requirements/constraints.txt -e '.[demo,test,bench]' ruff mypy
+	$(BIN)/python -m pip install -q -c requirements/constraints.txt -e '.[dev]'
 	touch $(INSTALLED)
 
 demo: $(INSTALLED)
@@ -37,9 +37,23 @@ bench: $(INSTALLED)
 bench-quick: $(INSTALLED)
 	$(BIN)/python -m benchmarks --quick
 
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
+figures: $(INSTALLED)
+	$(BIN)/python docs/figures.py
+
+examples: $(INSTALLED)
+	for file in examples/*.py; do $(BIN)/python $$file || exit 1; done
+
+# builds, then installs the wheel into an empty environment and runs the main job from it
 dist: $(INSTALLED)
-	$(BIN)/python -m pip install -q build
-	$(BIN)/python -m build
+	rm -rf dist build/wheel-venv
+	$(BIN)/python -m build --quiet
+	$(PYTHON) -m venv build/wheel-venv
+	build/wheel-venv/bin/python -m pip install -q -c requirements/constraints.txt torch
+	build/wheel-venv/bin/python -m pip install -q -c requirements/constraints.txt "$$(ls dist/*.whl)[demo]"
+	cd build && wheel-venv/bin/python -m pure_loopgrad --quick --out wheel-output
 
 clean:
-	rm -rf $(VENV) dist build demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist build site demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -100,5 +100,14 @@ def opened(offload: Offload) -> Iterator[Store]:
     elif offload == "cpu":
         yield OnCpu()
     else:
-        with tempfile.TemporaryDirectory(prefix="pure_loopgrad-", dir=offload) as folder:
+        with _new_folder(offload) as folder:
             yield OnDisk(Path(folder), count())
+
+
+def _new_folder(offload: str | os.PathLike[str]) -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="pure_loopgrad-", dir=offload)
+    except OSError as error:  # the user's folder is gone since the forward, or cannot be written to
+        raise OffloadError(
+            f"no folder for carries could be made in {os.fspath(offload)} ({error}); no gradient was computed"
+        ) from error

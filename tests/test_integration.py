@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import beartype
+import einops
+import jaxtyping
 import opacus
 import pytest
 import torch
 import torchopt
+from jaxtyping import Float
 from opacus.optimizers import DPOptimizer
 
 import pure_loopgrad as plg
 from pure_loopgrad._counting import LiveBytes
-from pure_loopgrad.testing import assert_close
+from pure_loopgrad.testing import assert_close, assert_matches_full_graph
 
 
 def classifier():
@@ -104,3 +108,94 @@ def test_meta_optimisation_through_torchopt():
 
     lr = torch.tensor(0.1, dtype=torch.float64)
     assert_close(torch.func.grad(ours)(lr), torch.func.grad(plain)(lr))
+
+
+def regression():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    return net, torch.randn(12, 5), torch.randn(12, 1)
+
+
+@pytest.mark.parametrize("scale", [2.0**4, 2.0**127])
+def test_autocast_and_grad_scaler(scale):
+    """A training step as with the plain loop, also where the scale overflows and the step is left out."""
+
+    def trained(loop):
+        net, xs, target = regression()
+        optimiser = torch.optim.AdamW(net.parameters(), 1e-2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        for _ in range(3):
+            optimiser.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = (loop(net, xs).float() - target).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimiser)
+            scaler.update()
+        return [p.detach() for p in net.parameters()], scaler.get_scale()
+
+    ours, our_scale = trained(lambda net, xs: plg.map(*plg.from_module(net), xs))
+    plain, their_scale = trained(lambda net, xs: torch.stack([net(x) for x in xs]))
+    assert our_scale == their_scale
+    assert_close(ours, plain, rtol=2e-3)  # bfloat16 contributions are added in another precision
+
+
+def test_a_body_of_einops():
+    def attend(p, image):
+        patches = einops.rearrange(image, "(h a) (w b) -> (h w) (a b)", a=2, b=2)
+        return einops.reduce(torch.softmax(patches @ p["q"], 0)[:, None] * patches, "n d -> d", "sum")
+
+    params, images = {"q": torch.randn(4)}, torch.randn(5, 8, 8)
+    for stack in ((), ("jvp",), ("vmap",)):
+        assert_matches_full_graph(attend, params, images, stack=stack)
+
+
+def test_a_body_with_jaxtyping():
+    """Checked in each iteration, also under vmap, where the body sees one iteration's shapes."""
+
+    @jaxtyping.jaxtyped(typechecker=beartype.beartype)
+    def encode(W: Float[torch.Tensor, "o i"], x: Float[torch.Tensor, " i"]) -> Float[torch.Tensor, " o"]:  # noqa: F722
+        return torch.tanh(W @ x)
+
+    assert_matches_full_graph(encode, torch.randn(3, 4), torch.randn(5, 4))
+    with pytest.raises(jaxtyping.TypeCheckError):
+        plg.map(encode, torch.randn(3, 4), torch.randn(5, 2, 4), chunk_size=2)
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice
+def test_lightning_with_manual_optimisation(tmp_path):
+    """Gradients without a graph, put where the optimiser looks; the same path as torch.optim by itself."""
+    pytest.importorskip("lightning", reason="the extra lightning is missing")
+    from lightning.pytorch import LightningModule, Trainer
+
+    class Model(LightningModule):
+        def __init__(self, net):
+            super().__init__()
+            self.net, self.automatic_optimization = net, False
+
+        def training_step(self, batch, _):
+            xs, target = batch
+            body, params = plg.from_module(self.net)
+            value, grads = plg.value_and_grad(body, lambda p, ys: (ys - target).square().mean())(params, xs)
+            optimiser = self.optimizers()
+            for name, p in params.items():
+                p.grad = grads[name]
+            optimiser.step()
+            optimiser.zero_grad()
+            self.log("loss", value)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.net.parameters(), 0.1)
+
+    net, xs, target = regression()
+    alone, _, _ = regression()
+    trainer = Trainer(
+        max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(Model(net), torch.utils.data.DataLoader([(xs, target)], batch_size=None))
+    optimiser = torch.optim.SGD(alone.parameters(), 0.1)
+    for _ in range(3):
+        optimiser.zero_grad()
+        (torch.stack([alone(x) for x in xs]) - target).square().mean().backward()
+        optimiser.step()
+    assert_close(list(net.parameters()), list(alone.parameters()), rtol=1e-5)
