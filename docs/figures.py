@@ -67,7 +67,7 @@ def algebra() -> None:
         axis.text(x, y, text, ha="center", va="center", fontsize=9, bbox=style)
         if name:
             axis.annotate("", (4.35, y), (3.2, 2.0), arrowprops={"arrowstyle": "->", "color": "#4464a0"})
-            axis.text(3.75, 2.12 + (y - 2.0) * 0.62, name, ha="center", fontsize=9, style="italic")
+            axis.text(3.6, 2.15 + (y - 2.0) * (0.62 if y > 2 else 0.2), name, ha="center", fontsize=9, style="italic")
     axis.annotate(
         "", (9.6, 3.75), (9.6, 0.25), arrowprops={"arrowstyle": "<->", "color": "#999999", "connectionstyle": "arc3"}
     )

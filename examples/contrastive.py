@@ -10,7 +10,7 @@ a nearest neighbour among thirty digits with a label classifies all others.
 
 from __future__ import annotations
 
-import argparse
+import sys
 from pathlib import Path
 
 import matplotlib as mpl
@@ -131,7 +131,4 @@ def draw(picture: Path, losses: list[float], z: Tensor, digits: Tensor) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small sizes")
-    parser.add_argument("--picture", default=Path(__file__).with_suffix(".png"))
-    main(**vars(parser.parse_args()))
+    main(quick="--quick" in sys.argv, picture=Path(__file__).with_suffix(".png"))

@@ -9,7 +9,7 @@ costs is for an accountant to say (Opacus has one); this shows the step.
 
 from __future__ import annotations
 
-import argparse
+import sys
 from pathlib import Path
 
 import matplotlib as mpl
@@ -92,7 +92,4 @@ def draw(picture: Path, paths: dict[float, list[float]]) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small sizes")
-    parser.add_argument("--picture", default=Path(__file__).with_suffix(".png"))
-    main(**vars(parser.parse_args()))
+    main(quick="--quick" in sys.argv, picture=Path(__file__).with_suffix(".png"))

@@ -10,8 +10,8 @@ backward keeps 2 sqrt(n) iterates instead of all intermediates.
 
 from __future__ import annotations
 
-import argparse
 import math
+import sys
 from pathlib import Path
 
 import matplotlib as mpl
@@ -109,7 +109,4 @@ def draw(picture: Path, errors: list[float], learned: Learned, found: Tensor, x:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small sizes")
-    parser.add_argument("--picture", default=Path(__file__).with_suffix(".png"))
-    main(**vars(parser.parse_args()))
+    main(quick="--quick" in sys.argv, picture=Path(__file__).with_suffix(".png"))

@@ -9,7 +9,7 @@ memory of one inner step of sixteen tasks and the kept iterates.
 
 from __future__ import annotations
 
-import argparse
+import sys
 from pathlib import Path
 
 import matplotlib as mpl
@@ -123,7 +123,4 @@ def draw(picture: Path, losses: list[float], start: Params, task: list[Tensor], 
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small sizes")
-    parser.add_argument("--picture", default=Path(__file__).with_suffix(".png"))
-    main(**vars(parser.parse_args()))
+    main(quick="--quick" in sys.argv, picture=Path(__file__).with_suffix(".png"))

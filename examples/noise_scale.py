@@ -9,7 +9,7 @@ loss falls. One pass over the data gives it, with the norms of all gradients, an
 
 from __future__ import annotations
 
-import argparse
+import sys
 from pathlib import Path
 
 import matplotlib as mpl
@@ -76,7 +76,4 @@ def draw(picture: Path, found: list[tuple[int, float, float, Tensor]]) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small sizes")
-    parser.add_argument("--picture", default=Path(__file__).with_suffix(".png"))
-    main(**vars(parser.parse_args()))
+    main(quick="--quick" in sys.argv, picture=Path(__file__).with_suffix(".png"))

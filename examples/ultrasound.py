@@ -9,7 +9,7 @@ own by delay and sum; their sum is the image. A plain loop keeps what every even
 
 from __future__ import annotations
 
-import argparse
+import sys
 from pathlib import Path
 
 import matplotlib as mpl
@@ -96,8 +96,5 @@ def draw(picture: Path, size: int, before: Tensor, after: Tensor, path: list[tup
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", nargs="?")
-    parser.add_argument("--quick", action="store_true", help="small sizes")
-    parser.add_argument("--picture", default=Path(__file__).with_suffix(".png"))
-    main(**vars(parser.parse_args()))
+    given = [a for a in sys.argv[1:] if a != "--quick"]
+    main(given[0] if given else None, quick="--quick" in sys.argv, picture=Path(__file__).with_suffix(".png"))
