@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from rich.progress import track
 
-from benchmarks.measure import reference, relative_error
+from benchmarks.measure import REFERENCE_FOLDER, reference, relative_error
 from benchmarks.report import Medians, Row, plot, table
 from benchmarks.resources import LONG
 
@@ -98,15 +98,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("workloads", nargs="*")
     parser.add_argument("--quick", action="store_true", help="small sizes, one round, without what is slow to start")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     rounds = 1 if args.quick else args.rounds
-    for workload in args.workloads or (QUICK_WORKLOADS if args.quick else WORKLOADS):
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[REFERENCE_FOLDER] = folder
+        run_all(args.workloads or (QUICK_WORKLOADS if args.quick else WORKLOADS), args.quick, rounds)
+
+
+def run_all(workloads: list[str], quick: bool, rounds: int) -> None:
+    for workload in workloads:
         module = importlib.import_module(f"benchmarks.{workload}")
-        medians = measure(workload, args.quick, rounds)
+        medians = measure(workload, quick, rounds)
         text = table(module.__doc__ or workload, medians, rounds)
         print(text)
-        if not args.quick:
+        if not quick:
             RESULTS.mkdir(exist_ok=True)
             (RESULTS / f"{workload}.md").write_text(text)
             plot(workload, medians, RESULTS / f"{workload}.png")
