@@ -78,7 +78,8 @@ def measure(workload: str, quick: bool, rounds: int) -> Medians:
         if n == sizes[-1] or not any(word in method for word in SLOW_TO_START)
     ]
     runs: dict[Row, list[Found]] = {row: [] for row in rows}
-    again = [row for row in rows if row[1] == sizes[-1]] * (rounds - 1)
+    quick_to_start = [row for row in rows if not any(word in row[0] for word in SLOW_TO_START)]
+    again = [row for row in quick_to_start if row[1] == sizes[-1]] * (rounds - 1)
     for method, n in track(rows + again, description=workload):
         known = runs[method, n]
         if known and (not known[0] or known[0]["seconds"] > LONG):
