@@ -269,6 +269,13 @@ def test_a_body_that_keeps_tensors_is_found(reduce):
         testing.assert_memory_independent_of_n(keeping(), W.repeat(100), XS.repeat(4, 100), reduce=reduce)
 
 
+@pytest.mark.parametrize("chunk_size", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_a_stack_may_grow(dtype, chunk_size):
+    body = lambda w, x: (torch.tanh(w * x).to(dtype), torch.sin(w))
+    testing.assert_memory_independent_of_n(body, W.repeat(100), XS.repeat(8, 100), chunk_size=chunk_size)
+
+
 def test_graphs_that_are_kept_are_found():
     deep = lambda w, x: torch.tanh(torch.tanh(torch.tanh(w * x)))
     save = plg.Run(save="everything")

@@ -120,8 +120,8 @@ def assert_memory_independent_of_n(
 ) -> None:
     """Fails if the gradient of a loop over `body` takes more memory for n iterations than for a quarter of them.
 
-    A stack of outputs and its cotangent may grow with n; nothing else may. A body that keeps what it computes, in a
-    list or a cache, is found so.
+    A stack of outputs may grow with n, by a quarter more than its size; nothing else may. A body that keeps what it
+    computes, in a list or a cache, is found so; most sharply with `reduce="sum"`.
 
     Args:
         body: see `plg.map`.
@@ -166,11 +166,12 @@ def assert_memory_independent_of_n(
         return peak_bytes(lambda: gradient(params, part))
 
     peak_of_few, peak = with_n(few), with_n(n)
-    allowed = 2 * (outputs[1] - outputs[0]) + slack * peak_of_few
-    added = (peak - peak_of_few - 2 * (outputs[1] - outputs[0])) / (n - few)
+    stack = outputs[1] - outputs[0]  # its cotangent is there when it is gone
+    allowed = 1.25 * stack + slack * peak_of_few
+    added = (peak - peak_of_few - stack) / (n - few)
     if peak - peak_of_few > allowed:
         raise AssertionError(
-            f"{n} iterations take {peak:,} bytes, {few} of them {peak_of_few:,}: beyond outputs and their cotangents, "
+            f"{n} iterations take {peak:,} bytes, {few} of them {peak_of_few:,}: beyond outputs, "
             f"each iteration adds {added:,.0f} bytes. The body, or something that it calls, keeps tensors: a list, a "
             f"cache, an attribute; or run= asks to keep graphs (save=)"
         )
@@ -180,8 +181,11 @@ def _added_up(_: PyTree, ys: PyTree, sizes: list[int] | None = None) -> Tensor:
     """A loss that keeps nothing; notes the size of what it is given."""
     tensors = leaves(ys)
     if sizes is not None:
-        sizes.append(sum(t.numel() * t.element_size() for t in tensors))
-    floats = [t.abs() if t.is_complex() else t for t in tensors if t.is_floating_point() or t.is_complex()]
+        # a complex one has its cotangent beside it: the derivative of its real view is no view
+        sizes.append(sum(t.numel() * t.element_size() * (2 if t.is_complex() else 1) for t in tensors))
+    floats = [
+        torch.view_as_real(t) if t.is_complex() else t for t in tensors if t.is_floating_point() or t.is_complex()
+    ]
     total = torch.zeros((), dtype=torch.float64)
     return sum((t.sum().to(total) for t in floats), total)
 
