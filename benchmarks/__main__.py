@@ -65,21 +65,21 @@ def in_jax(module: Any, method: str, n: int) -> Found:
     return found
 
 
+def starts_quickly(method: str) -> bool:
+    return not any(word in method for word in SLOW_TO_START)
+
+
 def measure(workload: str, quick: bool, rounds: int) -> Medians:
     """Of the rounds at the largest size the lower median; the methods take turns, so that a slow minute hits all."""
     module = importlib.import_module(f"benchmarks.{workload}")
     sizes = module.QUICK_SIZES if quick else module.SIZES
     jax_methods: dict[str, str] = {} if quick else getattr(module, "JAX_METHODS", {})
-    methods = [m for m in module.METHODS if not quick or not any(word in m for word in SLOW_TO_START)]
+    methods = [m for m in module.METHODS if not quick or starts_quickly(m)]
     rows: list[Row] = [
-        (method, n)
-        for n in sizes
-        for method in [*methods, *jax_methods]
-        if n == sizes[-1] or not any(word in method for word in SLOW_TO_START)
+        (method, n) for n in sizes for method in [*methods, *jax_methods] if n == sizes[-1] or starts_quickly(method)
     ]
     runs: dict[Row, list[Found]] = {row: [] for row in rows}
-    quick_to_start = [row for row in rows if not any(word in row[0] for word in SLOW_TO_START)]
-    again = [row for row in quick_to_start if row[1] == sizes[-1]] * (rounds - 1)
+    again = [(method, n) for method, n in rows if n == sizes[-1] and starts_quickly(method)] * (rounds - 1)
     for method, n in track(rows + again, description=workload):
         known = runs[method, n]
         if known and (not known[0] or known[0]["seconds"] > LONG):

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from pure_loopgrad._tree import PyTree, tree_map
+from pure_loopgrad._tree import PyTree, is_differentiable, tree_map
 from pure_loopgrad.testing.plain import leaves
 
 Scalar: TypeAlias = Callable[[Tensor], Tensor]
@@ -17,7 +17,7 @@ Scalar: TypeAlias = Callable[[Tensor], Tensor]
 
 def is_continuous(t: object) -> bool:
     """Whether a leaf can have a gradient."""
-    return isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())
+    return isinstance(t, Tensor) and is_differentiable(t)
 
 
 @dataclass(frozen=True)
