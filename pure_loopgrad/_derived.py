@@ -11,23 +11,23 @@ Each calls the body beneath it exactly once, so that the random numbers it draws
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, cast
+from typing import ClassVar, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from pure_loopgrad._body import ChunkBody, Labels, Randomness
-from pure_loopgrad._levels import active_levels, is_recorded
+from pure_loopgrad._levels import is_recorded
+from pure_loopgrad._linearise import Mask, linearise, put, zeros_for_none
 from pure_loopgrad._shapes import Meta, Outline
 from pure_loopgrad._user import Tensors
 
-T = TypeVar("T")
-Mask = tuple[bool, ...]
-# cotangents, and whether this is the last call -> gradients, None where the outputs do not depend on a primal
-Pullback: TypeAlias = "Callable[[Sequence[Tensor], bool], Sequence[Tensor | None]]"
+Within: TypeAlias = AbstractContextManager[object]
+WITHIN_NOTHING: Within = nullcontext()
 
 
 def user_inputs_batched(body: ChunkBody, consts: Mask, xs: Mask) -> bool:
@@ -76,26 +76,37 @@ class VjpBody:
         grads = [f"the gradient of {name}" for name in compress([*base.consts, *base.xs], self.wrt)]
         return Labels([*base.consts, *sums], [*base.xs, *stacks], grads[: self.n_sums], grads[self.n_sums :])
 
-    def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
-        inputs = [*consts[: self.n_consts], *xs[: self.n_xs]]
-        cotangents = [*consts[self.n_consts :], *xs[self.n_xs :]]
+    def __call__(self, consts: Tensors, xs: Tensors, within: Within = WITHIN_NOTHING) -> tuple[Tensors, Tensors]:
+        inputs = self.inputs(consts, xs)
         if self.base_has_pullback and not is_recorded([*consts, *xs]):
-            return cast(HasPullback, self.base).pull_back(inputs, self.wrt, self.sums, cotangents), []
-        grads = self.linearised(inputs)(cotangents)
-        n = sum(self.wrt[: self.n_consts])
-        return grads[:n], grads[n:]
+            base, cotangents = cast(HasPullback, self.base), self.cotangents(consts, xs)
+            return base.pull_back(inputs, self.wrt, self.sums, cotangents), []
+        return self.parted(self.linearised(inputs, within)(self.cotangents(consts, xs)))
+
+    def inputs(self, consts: Tensors, xs: Tensors) -> list[Tensor]:
+        """Those of the base."""
+        return [*consts[: self.n_consts], *xs[: self.n_xs]]
+
+    def cotangents(self, consts: Tensors, xs: Tensors) -> list[Tensor]:
+        """Those of the marked outputs."""
+        return [*consts[self.n_consts :], *xs[self.n_xs :]]
+
+    def parted(self, grads: list[Tensor]) -> tuple[Tensors, Tensors]:
+        """The gradients of the base's consts, and those of its xs."""
+        return grads[: self.n_sums], grads[self.n_sums :]
 
     @property
     def base_has_pullback(self) -> bool:
         """Whether the base knows a better way backward."""
         return hasattr(self.base, "pull_back")
 
-    def linearised(self, inputs: Tensors) -> Callable[[Tensors], list[Tensor]]:
+    def linearised(self, inputs: Tensors, within: Within = WITHIN_NOTHING) -> Callable[[Tensors], list[Tensor]]:
         """Runs the base, and returns what takes cotangents to the gradients of the marked inputs; to be called once."""
 
         def outputs(*primals: Tensor) -> tuple[Tensor, ...]:
             full = put(inputs, self.wrt, primals)
-            sums, stacks = self.base(full[: self.n_consts], full[self.n_consts :])
+            with within:
+                sums, stacks = self.base(full[: self.n_consts], full[self.n_consts :])
             return (*compress(sums, self.sums), *compress(stacks, self.stacks))
 
         primals = list(compress(inputs, self.wrt))
@@ -209,56 +220,3 @@ class VmapBody:
         grads = torch.func.vmap(lambda *c: tuple(pullback(c)), tuple(dims), randomness=self.randomness)(*cotangents)
         n = base.n_sums
         return grads[:n], [g.movedim(0, 1) for g in grads[n:]]
-
-
-def linearise(
-    fn: Callable[..., tuple[tuple[Tensor, ...], Tensors]], primals: Sequence[Tensor]
-) -> tuple[tuple[Tensor, ...], Pullback, Tensors]:
-    """The one place that differentiates in reverse: `fn(*primals) -> (outputs, aux)` to (outputs, pullback, aux).
-
-    Grad mode decides whether the backward is itself recorded. It is off in a loop's first derivative, on plain tensors:
-    there, ordinary autograd on detached leaves does the same as `torch.func.vjp` with less overhead (90 us instead of
-    220 us for an iteration of tanh(W x), 32 x 32). Inside another derivative it is on.
-    """
-    if torch.compiler.is_dynamo_compiling():  # of the two, the one that dynamo can follow
-        outputs, pullback, aux = cast(Any, torch.func.vjp(fn, *primals, has_aux=True))
-        return outputs, lambda c, last: pullback(tuple(c)), aux
-    if torch.is_grad_enabled() or active_levels() > 0:
-        outputs, pullback, aux = cast(Any, torch.func.vjp(fn, *primals, has_aux=True))
-        # retain_graph is an argument of torch's pullback that its documentation does not list, and saves the memory of
-        # the graph as the backward walks it; tests/test_private_torch.py says so if it goes
-        return outputs, lambda c, last: pullback(tuple(c), retain_graph=not last or torch.is_grad_enabled()), aux
-    leaves = [p.detach().requires_grad_() for p in primals]
-    with torch.enable_grad():
-        outputs, aux = fn(*leaves)
-    return outputs, PlainPullback(outputs, leaves), [t.detach() for t in aux]
-
-
-@dataclass(frozen=True)
-class PlainPullback:
-    """The pullback of a graph that ordinary autograd recorded."""
-
-    outputs: Sequence[Tensor]
-    leaves: Sequence[Tensor]
-
-    def part(self, wanted: Mask, given: Mask) -> PlainPullback:
-        """The same for some of the leaves, from cotangents of some of the outputs."""
-        return PlainPullback(list(compress(self.outputs, given)), list(compress(self.leaves, wanted)))
-
-    def __call__(self, cotangents: Sequence[Tensor], last: bool) -> Sequence[Tensor | None]:
-        recorded = [o.requires_grad for o in self.outputs]  # an output may not depend on any leaf
-        if not any(recorded):
-            return [None] * len(self.leaves)
-        outputs, given = list(compress(self.outputs, recorded)), list(compress(cotangents, recorded))
-        return torch.autograd.grad(outputs, self.leaves, given, retain_graph=not last, allow_unused=True)
-
-
-def zeros_for_none(grads: Sequence[Tensor | None], primals: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients with zeros where the outputs do not depend on a primal."""
-    return [torch.zeros_like(p) if g is None else g for g, p in zip(grads, primals, strict=True)]
-
-
-def put(values: Sequence[T], mask: Iterable[bool], replacements: Iterable[T]) -> list[T]:
-    """`values` with those that the mask marks replaced, in order."""
-    new = iter(replacements)
-    return [next(new) if marked else value for value, marked in zip(values, mask, strict=True)]

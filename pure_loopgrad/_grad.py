@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pure_loopgrad import _run, _tree
 from pure_loopgrad._body import ChunkSize, Randomness
-from pure_loopgrad._derived import Mask, put
 from pure_loopgrad._eager import eager
+from pure_loopgrad._linearise import Mask, put
 from pure_loopgrad._loop import pull_back_loop
 from pure_loopgrad._loss import Gradients, Loss, pull_back_loss
 from pure_loopgrad._onepass import OnePassBody, contract

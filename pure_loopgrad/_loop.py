@@ -18,11 +18,13 @@ from torch import Tensor
 
 from pure_loopgrad import _effects, _tree
 from pure_loopgrad._accumulate import Consumer, Outputs, with_storage
-from pure_loopgrad._body import ChunkBody
+from pure_loopgrad._body import Chunk, ChunkBody
 from pure_loopgrad._capture import version_of
 from pure_loopgrad._compile import RunChunk, chunk_runner
-from pure_loopgrad._derived import JvpBody, Mask, VjpBody, VmapBody, put, user_inputs_batched
+from pure_loopgrad._derived import JvpBody, VjpBody, VmapBody, user_inputs_batched
 from pure_loopgrad._eager import eager
+from pure_loopgrad._early_stop import FEWEST_CHUNKS, EarlyStop
+from pure_loopgrad._linearise import Mask, put
 from pure_loopgrad._nonfinite import check_derivative, check_sums
 from pure_loopgrad._purity import refuse_changed_inputs
 from pure_loopgrad._residuals import Residuals
@@ -143,7 +145,7 @@ def _run(loop: Loop, consts: Tensors, xs: Tensors) -> tuple[list[Tensor], list[T
 def stream(loop: Loop, consts: Tensors, xs: Tensors, outputs: Consumer) -> None:
     """Runs the chunks in order and hands each over, to be added up, stacked or folded."""
     versions = [version_of(t) for t in (*consts, *xs)]
-    run = chunk_runner(loop.body, loop.trace)
+    run = _runner(loop)
     random_numbers = loop.tape.recording if loop.first_pass else loop.tape.replaying
     with _effects.running(loop.trace, recomputation=not loop.first_pass), random_numbers(loop.trace.sources) as rng:
         pieces = zip(chunks(loop.n, loop.chunk_size), slices(xs, loop.n, loop.chunk_size), strict=True)
@@ -159,6 +161,17 @@ def stream(loop: Loop, consts: Tensors, xs: Tensors, outputs: Consumer) -> None:
                 loop.trace.progress(iterations.stop, loop.n, loop.body.what)
     loop.trace.draws = loop.trace.draws or bool(loop.tape.states)
     refuse_changed_inputs(versions, (*consts, *xs))
+
+
+def _runner(loop: Loop) -> RunChunk:
+    """How a pass runs its chunks: compiled, stopped early, or as they are."""
+    trace, body = loop.trace, loop.body
+    plain = isinstance(body, VjpBody) and isinstance(body.base, Chunk) and trace.compile is False
+    exact = trace.check != "all" and not trace.debug_nonfinite
+    repeats = not loop.tape.states and not trace.effects.found  # a chunk that runs twice must not draw on
+    if plain and exact and repeats and loop.n >= FEWEST_CHUNKS * loop.chunk_size:
+        return EarlyStop(cast(VjpBody, body), trace)
+    return chunk_runner(body, trace)
 
 
 def _refuse_nonfinite(

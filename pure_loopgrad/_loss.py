@@ -14,8 +14,8 @@ from torch import Tensor
 from pure_loopgrad import _tree
 from pure_loopgrad._capture import Watch, refuse_captured
 from pure_loopgrad._compile import compiled
-from pure_loopgrad._derived import Mask, linearise, put
 from pure_loopgrad._levels import active_levels
+from pure_loopgrad._linearise import Mask, linearise, put
 from pure_loopgrad._reduce import Prepared
 from pure_loopgrad.errors import LoopTypeError
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pure_loopgrad import _tree
 from pure_loopgrad._body import Chunk, Labels, accumulation_dtype
-from pure_loopgrad._derived import Mask, Pullback, linearise, put, zeros_for_none
+from pure_loopgrad._linearise import Mask, Pullback, linearise, put, zeros_for_none
 from pure_loopgrad._shapes import Meta, Outline
 from pure_loopgrad._user import Tensors
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pure_loopgrad import _tree
 from pure_loopgrad._channel import Channel
-from pure_loopgrad._derived import put
+from pure_loopgrad._linearise import put
 
 Kind = Literal["enter", "add_up", "gather", "own_rows"]
 TRANSPOSE: dict[Kind, Kind] = {"enter": "add_up", "add_up": "enter", "gather": "own_rows", "own_rows": "gather"}

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from pure_loopgrad._body import ChunkBody
 from pure_loopgrad._counting import LiveBytes
-from pure_loopgrad._derived import Mask, PlainPullback, VjpBody, linearise, put, zeros_for_none
+from pure_loopgrad._derived import VjpBody
+from pure_loopgrad._linearise import Mask, PlainPullback, linearise, put, zeros_for_none
 from pure_loopgrad._onepass import OnePassBody
 from pure_loopgrad._user import Tensors
 
@@ -68,7 +69,6 @@ class Residuals:
     def pull_back(self, chunk: int, body: VjpBody, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
         """`body(consts, xs)` from what is kept."""
         wanted = tuple(compress(body.wrt, self.wrt))
-        cotangents = [*consts[body.n_consts :], *xs[body.n_xs :]]
         graph = self.graphs.pop(chunk).part(wanted, (*body.sums, *body.stacks))
-        grads = zeros_for_none(graph(cotangents, True), graph.leaves)
-        return grads[: body.n_sums], grads[body.n_sums :]
+        grads = zeros_for_none(graph(body.cotangents(consts, xs), True), graph.leaves)
+        return body.parted(grads)

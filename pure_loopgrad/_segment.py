@@ -21,9 +21,9 @@ from pure_loopgrad import _tree
 from pure_loopgrad._accumulate import Stack, Sum
 from pure_loopgrad._body import Labels
 from pure_loopgrad._compile import run_compiled
-from pure_loopgrad._derived import Mask, linearise, put, zeros_for_none
 from pure_loopgrad._effects import recomputing
 from pure_loopgrad._levels import active_levels, is_recorded
+from pure_loopgrad._linearise import Mask, linearise, put, zeros_for_none
 from pure_loopgrad._loop import Loop
 from pure_loopgrad._nonfinite import check_derivative
 from pure_loopgrad._offload import Offload, Store, opened

@@ -12,9 +12,9 @@ from torch import Tensor
 from pure_loopgrad import _run
 from pure_loopgrad._body import ChunkSize, Randomness
 from pure_loopgrad._channel import Channel, Communication
-from pure_loopgrad._derived import Mask, put
 from pure_loopgrad._eager import eager
 from pure_loopgrad._grad import Argnums, FirstPass, add, check_argnums, check_plan, chosen, contracted, first_pass
+from pure_loopgrad._linearise import Mask, put
 from pure_loopgrad._loop import pull_back_loop
 from pure_loopgrad._loss import Gradients, Loss, pull_back_loss
 from pure_loopgrad._reduce import Body, Options, Prepared, Reduce, Weights

@@ -13,10 +13,10 @@ from torch import Tensor
 from pure_loopgrad import _run, _tree
 from pure_loopgrad._body import ChunkSize, Randomness
 from pure_loopgrad._channel import Channel, Communication
-from pure_loopgrad._derived import put
 from pure_loopgrad._eager import eager
 from pure_loopgrad._identity import identity_of
 from pure_loopgrad._levels import active_levels, is_wrapped
+from pure_loopgrad._linearise import put
 from pure_loopgrad._reduce import Body, Options, Prepared, Weights, prepare
 from pure_loopgrad._replicated import Rows, replicate
 from pure_loopgrad._sharded import Channels, Guarded, attempt, exchange, group_of, refuse_foreign

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pure_loopgrad import _run, _tree
 from pure_loopgrad._body import Randomness
-from pure_loopgrad._derived import Mask, linearise, put, zeros_for_none
 from pure_loopgrad._levels import without_graph
+from pure_loopgrad._linearise import Mask, linearise, put, zeros_for_none
 from pure_loopgrad._loss import scalar
 from pure_loopgrad._map import map as map_
 from pure_loopgrad._reduce import Body

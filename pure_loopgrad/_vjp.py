@@ -10,9 +10,9 @@ from torch import Tensor
 
 from pure_loopgrad import _run, _tree
 from pure_loopgrad._body import ChunkSize, Randomness
-from pure_loopgrad._derived import Mask
 from pure_loopgrad._eager import eager
 from pure_loopgrad._levels import is_wrapped, without_graph
+from pure_loopgrad._linearise import Mask
 from pure_loopgrad._loop import pull_back_loop
 from pure_loopgrad._loss import Gradients
 from pure_loopgrad._reduce import Body, Options, Prepared, Reduce, Weights, prepare

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from pure_loopgrad._accumulate import with_storage
 from pure_loopgrad._capture import unwatched
+from pure_loopgrad._early_stop import CONTRACTIONS, NotComputed, Recording, _meta
 from pure_loopgrad._levels import active_levels, below_all_levels, draws_for_nobody, is_batched, is_wrapped, level_of
+from pure_loopgrad.errors import ImpureBodyError
 
 
 def test_levels():
@@ -91,3 +94,18 @@ def test_a_block_that_no_mode_sees():
         assert mode.n == 0
         torch.ones(2)
     assert mode.n == 1
+
+
+def test_a_tensor_without_data():
+    x = torch.ones(2, 3, requires_grad=True)
+    y = NotComputed(_meta(x))
+    assert (y.shape, y.stride(), y.dtype, y.device) == (x.shape, x.stride(), x.dtype, x.device)
+    for read in (torch.Tensor.tolist, torch.Tensor.numpy, lambda t: t.data_ptr(), lambda t: t + 1):
+        with pytest.raises((RuntimeError, ImpureBodyError)):
+            read(y)
+
+
+def test_the_work_of_a_product():
+    with Recording() as recording:
+        torch.ones(2, 3) @ torch.ones(3, 5)
+    assert [step.work for step in recording.steps if step.func in CONTRACTIONS] == [2 * 2 * 3 * 5]

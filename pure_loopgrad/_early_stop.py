@@ -1,0 +1,184 @@
+"""A recomputation stops before its last contraction, where nothing but that contraction's inputs is needed backward.
+
+A matrix product or a convolution keeps its inputs for its derivative, not its result. Where a body ends in one, and
+nothing follows that reads it, the second pass of a loop needs the node that autograd records for it, and not its value:
+an iteration costs 2F + B less one layer, as under `torch.utils.checkpoint`, which stops early too.
+
+One chunk of a pass is recorded, to see where its last contraction stands and what follows. In later chunks that
+contraction returns a tensor without data, of the shape that it had, which only the operations that were recorded may
+take. Whatever else asks for its value is answered by running the chunk again, in full, as are all later ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode  # see _counting
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import flop_registry
+
+from pure_loopgrad._compile import RunChunk
+from pure_loopgrad._derived import VjpBody
+from pure_loopgrad._levels import active_levels
+from pure_loopgrad._trace import Trace
+from pure_loopgrad._user import Tensors
+from pure_loopgrad.errors import ImpureBodyError
+
+aten = torch.ops.aten
+CONTRACTIONS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default}
+# what may follow: operations that keep none of their inputs for their derivative
+FOLLOWERS = {
+    *(aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.permute.default, aten.t.default),
+    *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.transpose.int, aten.expand.default),
+    *(aten.select.int, aten.slice.Tensor, aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim),
+    *(aten.neg.default, aten.add.Tensor, aten.sub.Tensor, aten._to_copy.default, aten.clone.default),
+    *(aten.mul.Scalar, aten.div.Scalar),
+}
+FEWEST_CHUNKS = 4  # the first one is checked, the next one recorded
+# A mode sees every operation of a chunk, at some microseconds each: that many floating-point operations take longer.
+WORTHWHILE = {"cpu": 1e7, "other": 1e9}
+
+
+class Meta(NamedTuple):
+    """A tensor without its data."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    offset: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation of a chunk, its tensors as `Meta`."""
+
+    func: Any
+    inputs: Any
+    output: Any
+    work: float
+
+
+class NotComputed(Tensor):
+    """What a contraction would have returned: a shape, a place in the graph, and no data."""
+
+    @staticmethod
+    def __new__(cls, meta: Meta) -> NotComputed:
+        made: NotComputed = Tensor._make_wrapper_subclass(  # the way that torch's notes on extending it give
+            cls, meta.shape, strides=meta.strides, storage_offset=meta.offset, dtype=meta.dtype, device=meta.device
+        )
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]  # never returns
+        raise ImpureBodyError(
+            f"{func} asks for an output of the body that its recomputation leaves out, as no derivative needs it. Has "
+            f"the body kept its output somewhere? Return it instead, or run with check='all', which computes everything"
+        )
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise ImpureBodyError("the data of an output of the body that its recomputation leaves out")
+
+    data_ptr = _refuse
+    __dlpack__ = _refuse
+
+
+class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Notes the operations of a chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # the same
+        self.steps: list[Step] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        work = flop_registry[func.overloadpacket](*args, **kwargs, out_val=out) if func in CONTRACTIONS else 0
+        self.steps.append(Step(func, _described((args, kwargs)), _described(out), work))
+        return out
+
+
+class Stopping(TorchDispatchMode):  # type: ignore[no-untyped-call]  # the same
+    """Runs a chunk but for its last contraction, the operation number `start`, and for those after it that take it."""
+
+    def __init__(self, start: int, tail: Sequence[Step]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # the same
+        self.start = start
+        self.tail = tail
+        self.now = -1
+        self.needed = False  # kept here as well, since a body may catch what is raised
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.now += 1
+        taken = NotComputed in types
+        if self.now != self.start and not taken:
+            return func(*args, **(kwargs or {}))
+        i = self.now - self.start
+        expected = self.tail[i] if 0 <= i < len(self.tail) else None
+        if expected and func is expected.func and _described((args, kwargs or {})) == expected.inputs:
+            return NotComputed(expected.output)
+        self.needed |= taken
+        return func(*args, **(kwargs or {}))  # raises, where something is taken that has no value
+
+
+@dataclass
+class EarlyStop:
+    """The pullback of a loop's chunks, one after the other, in one pass."""
+
+    body: VjpBody
+    trace: Trace
+    start: int = 0
+    tail: Sequence[Step] = ()
+    run: RunChunk = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.run = self._recorded
+
+    def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
+        if torch.is_grad_enabled() or active_levels() > 0 or self.trace.checking:  # checks read what the body returns
+            return self.body(consts, xs)
+        return self.run(consts, xs)
+
+    def _recorded(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
+        recording = Recording()
+        found = self.body(consts, xs, recording)
+        self.start, self.tail = _tail(recording.steps)
+        self.run = self._stopped if self.tail else self.body
+        return found
+
+    def _stopped(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
+        stopping = Stopping(self.start, self.tail)
+        try:
+            found = self.body(consts, xs, stopping)
+            if not stopping.needed:
+                return found
+        except Exception:  # ways to ask for data raise errors of many kinds; one of the user's own is raised once more
+            if stopping.now < self.start:
+                raise
+        self.run = self.body
+        return self.body(consts, xs)
+
+
+def _described(tree: Any) -> Any:
+    """Arguments or results with each tensor as its `Meta`."""
+    return tree_map(_meta, tree)
+
+
+def _meta(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return Meta(leaf.shape, leaf.stride(), leaf.dtype, leaf.device, int(leaf.storage_offset()))
+
+
+def _tail(steps: Sequence[Step]) -> tuple[int, Sequence[Step]]:
+    """The last contraction with what follows it, and its number; nothing where its value is read, or is made soon."""
+    start = next((i for i in reversed(range(len(steps))) if steps[i].func not in FOLLOWERS), 0)
+    tail = steps[start:]
+    if not tail or tail[0].func not in CONTRACTIONS:
+        return 0, ()
+    least = WORTHWHILE.get(tail[0].output.device.type, WORTHWHILE["other"])
+    return (start, tail) if tail[0].work >= least * len(steps) else (0, ())

@@ -1,0 +1,72 @@
+"""Reverse mode for a function of flat tensors, some of which are marked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any, TypeAlias, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from pure_loopgrad._levels import active_levels
+from pure_loopgrad._user import Tensors
+
+T = TypeVar("T")
+Mask = tuple[bool, ...]
+# cotangents, and whether this is the last call -> gradients, None where the outputs do not depend on a primal
+Pullback: TypeAlias = "Callable[[Sequence[Tensor], bool], Sequence[Tensor | None]]"
+
+
+def linearise(
+    fn: Callable[..., tuple[tuple[Tensor, ...], Tensors]], primals: Sequence[Tensor]
+) -> tuple[tuple[Tensor, ...], Pullback, Tensors]:
+    """The one place that differentiates in reverse: `fn(*primals) -> (outputs, aux)` to (outputs, pullback, aux).
+
+    Grad mode decides whether the backward is itself recorded. It is off in a loop's first derivative, on plain tensors:
+    there, ordinary autograd on detached leaves does the same as `torch.func.vjp` with less overhead (90 us instead of
+    220 us for an iteration of tanh(W x), 32 x 32). Inside another derivative it is on.
+    """
+    if torch.compiler.is_dynamo_compiling():  # of the two, the one that dynamo can follow
+        outputs, pullback, aux = cast(Any, torch.func.vjp(fn, *primals, has_aux=True))
+        return outputs, lambda c, last: pullback(tuple(c)), aux
+    if torch.is_grad_enabled() or active_levels() > 0:
+        outputs, pullback, aux = cast(Any, torch.func.vjp(fn, *primals, has_aux=True))
+        # retain_graph is an argument of torch's pullback that its documentation does not list, and saves the memory of
+        # the graph as the backward walks it; tests/test_private_torch.py says so if it goes
+        return outputs, lambda c, last: pullback(tuple(c), retain_graph=not last or torch.is_grad_enabled()), aux
+    leaves = [p.detach().requires_grad_() for p in primals]
+    with torch.enable_grad():
+        outputs, aux = fn(*leaves)
+    return outputs, PlainPullback(outputs, leaves), [t.detach() for t in aux]
+
+
+@dataclass(frozen=True)
+class PlainPullback:
+    """The pullback of a graph that ordinary autograd recorded."""
+
+    outputs: Sequence[Tensor]
+    leaves: Sequence[Tensor]
+
+    def part(self, wanted: Mask, given: Mask) -> PlainPullback:
+        """The same for some of the leaves, from cotangents of some of the outputs."""
+        return PlainPullback(list(compress(self.outputs, given)), list(compress(self.leaves, wanted)))
+
+    def __call__(self, cotangents: Sequence[Tensor], last: bool) -> Sequence[Tensor | None]:
+        recorded = [o.requires_grad for o in self.outputs]  # an output may not depend on any leaf
+        if not any(recorded):
+            return [None] * len(self.leaves)
+        outputs, given = list(compress(self.outputs, recorded)), list(compress(cotangents, recorded))
+        return torch.autograd.grad(outputs, self.leaves, given, retain_graph=not last, allow_unused=True)
+
+
+def zeros_for_none(grads: Sequence[Tensor | None], primals: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients with zeros where the outputs do not depend on a primal."""
+    return [torch.zeros_like(p) if g is None else g for g, p in zip(grads, primals, strict=True)]
+
+
+def put(values: Sequence[T], mask: Iterable[bool], replacements: Iterable[T]) -> list[T]:
+    """`values` with those that the mask marks replaced, in order."""
+    new = iter(replacements)
+    return [next(new) if marked else value for value, marked in zip(values, mask, strict=True)]
