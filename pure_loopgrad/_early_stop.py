@@ -23,7 +23,6 @@ from torch.utils.flop_counter import flop_registry
 
 from pure_loopgrad._compile import RunChunk
 from pure_loopgrad._derived import VjpBody
-from pure_loopgrad._levels import active_levels
 from pure_loopgrad._trace import Trace
 from pure_loopgrad._user import Tensors
 from pure_loopgrad.errors import ImpureBodyError
@@ -139,11 +138,11 @@ class EarlyStop:
         self.run = self._recorded
 
     def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
-        if torch.is_grad_enabled() or active_levels() > 0 or self.trace.checking:  # checks read what the body returns
-            return self.body(consts, xs)
         return self.run(consts, xs)
 
     def _recorded(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
+        if self.trace.checking:  # which reads what the body returns
+            return self.body(consts, xs)
         recording = Recording()
         found = self.body(consts, xs, recording)
         self.start, self.tail = _tail(recording.steps)

@@ -24,6 +24,7 @@ from pure_loopgrad._compile import RunChunk, chunk_runner
 from pure_loopgrad._derived import JvpBody, VjpBody, VmapBody, user_inputs_batched
 from pure_loopgrad._eager import eager
 from pure_loopgrad._early_stop import FEWEST_CHUNKS, EarlyStop
+from pure_loopgrad._levels import active_levels
 from pure_loopgrad._linearise import Mask, put
 from pure_loopgrad._nonfinite import check_derivative, check_sums
 from pure_loopgrad._purity import refuse_changed_inputs
@@ -166,10 +167,11 @@ def stream(loop: Loop, consts: Tensors, xs: Tensors, outputs: Consumer) -> None:
 def _runner(loop: Loop) -> RunChunk:
     """How a pass runs its chunks: compiled, stopped early, or as they are."""
     trace, body = loop.trace, loop.body
-    plain = isinstance(body, VjpBody) and isinstance(body.base, Chunk) and trace.compile is False
+    of_body = isinstance(body, VjpBody) and isinstance(body.base, Chunk)
+    plain = trace.compile is False and not torch.is_grad_enabled() and active_levels() == 0
     exact = trace.check != "all" and not trace.debug_nonfinite
     repeats = not loop.tape.states and not trace.effects.found  # a chunk that runs twice must not draw on
-    if plain and exact and repeats and loop.n >= FEWEST_CHUNKS * loop.chunk_size:
+    if of_body and plain and exact and repeats and loop.n >= FEWEST_CHUNKS * loop.chunk_size:
         return EarlyStop(cast(VjpBody, body), trace)
     return chunk_runner(body, trace)
 
