@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -78,26 +79,30 @@ def measure(workload: str, quick: bool, rounds: int) -> Medians:
     rows: list[Row] = [
         (method, n) for n in sizes for method in [*methods, *jax_methods] if n == sizes[-1] or starts_quickly(method)
     ]
-    runs: dict[Row, list[Found]] = {row: [] for row in rows}
     again = [(method, n) for method, n in rows if n == sizes[-1] and starts_quickly(method)] * (rounds - 1)
-    for method, n in track(rows + again, description=workload):
+    apart = [(method, n) for method, n in rows if not quick and n == sizes[-1] and method not in jax_methods]
+    runs: dict[Row, list[Found]] = {row: [] for row in rows}
+    for method, n in track(rows + again, description=f"{workload}: time"):
         known = runs[method, n]
         if known and (not known[0] or known[0]["seconds"] > LONG):
             continue
-        if method in jax_methods:
-            found = in_jax(module, method, n)
-        elif quick or n != sizes[-1]:
-            found = in_torch(workload, method, n, "both")
-        else:
-            found = in_torch(workload, method, n, "time")
-            if not known and found:  # memory and error repeat
-                found |= in_torch(workload, method, n, "memory")
-        known.append(found)
+        what = "time" if (method, n) in apart else "both"
+        known.append(in_jax(module, method, n) if method in jax_methods else in_torch(workload, method, n, what))
+    add_memory(workload, runs, [row for row in apart if runs[row][0]])
+    return {row: medians(found) for row, found in runs.items()}
+
+
+def add_memory(workload: str, runs: dict[Row, list[Found]], rows: list[Row]) -> None:
+    """Memory and error repeat, whatever runs beside them: two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        found = pool.map(lambda row: in_torch(workload, *row, "memory"), rows)
+        for row, more in zip(rows, track(found, description=f"{workload}: memory", total=len(rows)), strict=True):
+            runs[row].append(more)
+
+
+def medians(runs: list[Found]) -> Found:
     keys = ("seconds", "mib", "error", "compile")
-    return {
-        row: {k: statistics.median_low(values) for k in keys if (values := [r[k] for r in found if k in r])}
-        for row, found in runs.items()
-    }
+    return {k: statistics.median_low(values) for k in keys if (values := [r[k] for r in runs if k in r])}
 
 
 def main() -> None:
@@ -115,13 +120,13 @@ def main() -> None:
 def run_all(workloads: list[str], quick: bool, rounds: int) -> None:
     for workload in workloads:
         module = importlib.import_module(f"benchmarks.{workload}")
-        medians = measure(workload, quick, rounds)
-        text = table(module.__doc__ or workload, medians, rounds)
+        found = measure(workload, quick, rounds)
+        text = table(module.__doc__ or workload, found, rounds)
         print(text)
         if not quick:
             RESULTS.mkdir(exist_ok=True)
             (RESULTS / f"{workload}.md").write_text(text)
-            plot(workload, medians, RESULTS / f"{workload}.png")
+            plot(workload, found, RESULTS / f"{workload}.png")
 
 
 if __name__ == "__main__":

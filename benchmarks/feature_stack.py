@@ -17,12 +17,13 @@ from torch.utils.checkpoint import checkpoint
 import pure_loopgrad as plg
 from benchmarks.floors import Method, Run, by_backward, floors, gradient_cache, in_double, streaming
 
-SIZES = [64, 256]
+SIZES = [32, 128]
 QUICK_SIZES = [32]
 CHUNK = 16
 Params = dict[str, Tensor]
 Loss = Callable[[object, Tensor], Tensor]
 COMPILED = plg.Run(compile=True)
+SAVING = plg.Run(save=64 * 2**20)  # bytes
 
 
 def network() -> nn.Sequential:
@@ -112,6 +113,7 @@ METHODS: dict[str, Method] = {
     "stacked: gradient cache, chunks of 16": gradient_cache(body, fused, setup, CHUNK),
     "stacked: plg.map": stacked(lambda p, xs: plg.map(body, p, xs)),
     "stacked: plg.map, chunks of 16": stacked(chunked),
+    "stacked: plg.map, chunks of 16, some saved": stacked(lambda p, xs: chunked(p, xs, SAVING)),
     "stacked: plg.map, chunks of 16, compiled": stacked(lambda p, xs: chunked(p, xs, COMPILED)),
     "mean: plain loop": by_backward(lambda p, xs: mean_of(plain(p, xs)), setup),
     "mean: torch.utils.checkpoint, stacked": by_backward(lambda p, xs: mean_of(checkpointed(p, xs)), setup),

@@ -51,7 +51,9 @@ def reference(workload: Any, method: str, n: int) -> list[Tensor] | None:
         return found
     exact = tree_leaves(known[prefix](n)())
     if path.parent.exists():
-        torch.save(exact, path)
+        own = path.with_suffix(f".{os.getpid()}")
+        torch.save(exact, own)
+        own.replace(path)  # at once, as another process may look for it
     return exact
 
 

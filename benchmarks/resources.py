@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-LONG = 5.0  # seconds a run beyond which a row is measured in one process alone
-ENOUGH = 2.0  # seconds after which a process times no further run
+LONG = 2.0  # seconds a run beyond which a row is measured in one process alone
+ENOUGH = 1.5  # seconds after which a process times no further run
 
 
 def resident_mib(field: str = "VmRSS") -> float:

@@ -4,7 +4,7 @@ A matrix product or a convolution keeps its inputs for its derivative, not its r
 nothing follows that reads it, the second pass of a loop needs the node that autograd records for it, and not its value:
 an iteration costs 2F + B less one layer, as under `torch.utils.checkpoint`, which stops early too.
 
-One chunk of a pass is recorded, to see where its last contraction stands and what follows. In later chunks that
+The first chunk of a pass is recorded, to see where its last contraction stands and what follows. In later chunks that
 contraction returns a tensor without data, of the shape that it had, which only the operations that were recorded may
 take. Whatever else asks for its value is answered by running the chunk again, in full, as are all later ones.
 """
@@ -37,7 +37,7 @@ FOLLOWERS = {
     *(aten.neg.default, aten.add.Tensor, aten.sub.Tensor, aten._to_copy.default, aten.clone.default),
     *(aten.mul.Scalar, aten.div.Scalar),
 }
-FEWEST_CHUNKS = 4  # the first one is checked, the next one recorded
+FEWEST_CHUNKS = 4  # else the one that is recorded is not worth it
 # A mode sees every operation of a chunk, at some microseconds each: that many floating-point operations take longer.
 WORTHWHILE = {"cpu": 1e7, "other": 1e9}
 
@@ -89,13 +89,16 @@ class NotComputed(Tensor):
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Notes the operations of a chunk."""
 
-    def __init__(self) -> None:
+    def __init__(self, trace: Trace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # the same
+        self.trace = trace
         self.steps: list[Step] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if self.trace.comparing:
+            return out
         work = flop_registry[func.overloadpacket](*args, **kwargs, out_val=out) if func in CONTRACTIONS else 0
         self.steps.append(Step(func, _described((args, kwargs)), _described(out), work))
         return out
@@ -141,9 +144,7 @@ class EarlyStop:
         return self.run(consts, xs)
 
     def _recorded(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
-        if self.trace.checking:  # which reads what the body returns
-            return self.body(consts, xs)
-        recording = Recording()
+        recording = Recording(self.trace)
         found = self.body(consts, xs, recording)
         self.start, self.tail = _tail(recording.steps)
         self.run = self._stopped if self.tail else self.body

@@ -39,6 +39,7 @@ class Trace:
     draws: bool = False  # whether some iteration drew random numbers
     settled: bool = False  # whether the ambient settings are in force around the pass that runs now
     iterations: range = range(0)  # the chunk that runs now
+    comparing: bool = False  # whether the operations that run now are ours, on what the body has returned
     sight: FirstSight = field(default_factory=FirstSight)
     effects: Effects = field(default_factory=Effects)
 

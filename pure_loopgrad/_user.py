@@ -151,7 +151,9 @@ class UserBody:
         return shape == first.shape and t.dtype == first.dtype and t.device == first.device
 
     def _compare_values(self, leaves: list[Tensor]) -> None:
+        self.trace.comparing = True
         found = self.trace.sight.differing(self.trace.iterations.start, leaves)
+        self.trace.comparing = False
         if found is None:
             return
         i, first, now = found

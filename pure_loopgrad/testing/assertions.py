@@ -21,9 +21,9 @@ from pure_loopgrad._scan import CarryBody, scan
 from pure_loopgrad._schedule import Plan
 from pure_loopgrad._tree import PyTree, tree_map
 from pure_loopgrad.testing.comparing import tolerance_of
-from pure_loopgrad.testing.gradients import Loss, assert_no_difference, assert_same_gradient, cast, coupled, seeded
+from pure_loopgrad.testing.gradients import Loss, Reference, assert_no_difference, cast, coupled, seeded
 from pure_loopgrad.testing.plain import leaves, n_of, plain_map, plain_mean, plain_scan, plain_sum, take
-from pure_loopgrad.testing.transforms import Flat, gradient_by_backward, is_continuous
+from pure_loopgrad.testing.transforms import is_continuous
 
 REDUCTIONS = {"stack": (loop_map, plain_map), "sum": (loop_sum, plain_sum), "mean": (loop_mean, plain_mean)}
 
@@ -70,7 +70,7 @@ def assert_matches_full_graph(
             grad and was not given to it.
         LoopGradError: what the library itself refuses.
 
-    Memory: that of the full graph. Time: 1 + 2 n (number of chunk sizes) times the gradient.
+    Memory: that of the full graph. Time: that of the plain gradient, and of two of ours for each chunk size.
 
     Example:
         >>> assert_matches_full_graph(lambda w, x: torch.tanh(w * x), torch.ones(2), torch.randn(5, 2))
@@ -87,15 +87,18 @@ def assert_matches_full_graph(
     def ours(inputs: PyTree, chunk_size: ChunkSize) -> PyTree:
         return loop(body, *inputs, chunk_size=chunk_size, **options)
 
+    def of_inputs(inputs: PyTree, ys: PyTree) -> Tensor:
+        return loss(inputs[0], ys)
+
     _refuse_hidden_graph(one, params, xs)
+    rtol = tolerance_of((params, xs)) if rtol is None else rtol
+    reference = Reference(plain, (params, xs), of_inputs, stack)
+    first = reference if not stack else Reference(plain, (params, xs), of_inputs)
     for chunk_size in chunk_sizes:
         what = f"reduce={reduce!r}, chunk_size={chunk_size}"
-        assert_same_gradient(
-            partial(ours, chunk_size=chunk_size), plain, (params, xs), lambda inputs, ys: loss(inputs[0], ys),
-            stack=stack, dtype=None, rtol=rtol, atol=atol, what=what,
-        )  # fmt: skip
+        reference.hold(partial(ours, chunk_size=chunk_size), rtol, atol, what)
         f = value_and_grad(body, loss, reduce=reduce, argnums=(0, 1), chunk_size=chunk_size, **options)
-        _assert_value_and_grad(f, plain, (params, xs), loss, (rtol, atol), what)
+        _hold_value_and_grad(first, f, rtol, atol, f"{what}: value_and_grad")
 
 
 def assert_scan_matches_full_graph(
@@ -131,23 +134,22 @@ def assert_scan_matches_full_graph(
         AssertionError: which leaf of what differs, and by how much.
         LoopGradError: what the library itself refuses.
 
-    Memory: that of the full graph. Time: some 3 (number of schedules) times the gradient.
+    Memory: that of the full graph. Time: that of the plain gradient, and of one of ours for each schedule.
 
     Example:
         >>> body = lambda w, c, x: (torch.tanh(w * c + x), c)
         >>> assert_scan_matches_full_graph(body, torch.ones(2), torch.zeros(2), torch.randn(5, 2))
     """
     loss = coupled if loss is None else loss
+    inputs = cast((params, init, xs), dtype)
+    rtol = tolerance_of(inputs) if rtol is None else rtol
+    reference = Reference(lambda i: plain_scan(body, *i), inputs, lambda i, ys: loss(i[0], ys), stack)
 
     def ours(inputs: PyTree, plan: Plan) -> PyTree:
         return scan(body, *inputs, checkpoints=plan, run=run)
 
     for plan in checkpoints:
-        assert_same_gradient(
-            partial(ours, plan=plan), lambda inputs: plain_scan(body, *inputs), (params, init, xs),
-            lambda inputs, ys: loss(inputs[0], ys),
-            stack=stack, dtype=dtype, rtol=rtol, atol=atol, what=f"checkpoints={plan!r}",
-        )  # fmt: skip
+        reference.hold(partial(ours, plan=plan), rtol, atol, f"checkpoints={plan!r}")
 
 
 def _one_at_a_time(body: Body) -> Body:
@@ -173,23 +175,9 @@ def _refuse_hidden_graph(body: Body, params: PyTree, xs: PyTree) -> None:
         )
 
 
-def _assert_value_and_grad(
-    f: Callable[[PyTree, PyTree], Any],
-    plain: Callable[[PyTree], PyTree],
-    inputs: tuple[PyTree, PyTree],
-    loss: Loss,
-    tolerances: tuple[float | None, float],
-    what: str,
-) -> None:
-    rtol = tolerance_of(inputs) if tolerances[0] is None else tolerances[0]
-    flat = Flat(inputs)
-
-    def of_vector(v: Tensor) -> Tensor:
-        filled = flat.unravel(v)
-        return loss(filled[0], plain(filled))
-
-    value, grads = seeded(f, *inputs)
-    expected, gradient = seeded(gradient_by_backward, of_vector, flat.start())
-    assert_no_difference(value.to(expected), expected, rtol, f"{what}: value_and_grad: value", tolerances[1])
-    floats = tree_map(lambda t: t if is_continuous(t) else None, flat.unravel(gradient))
-    assert_no_difference(grads, floats, rtol, f"{what}: value_and_grad: gradient of (params, xs)", tolerances[1])
+def _hold_value_and_grad(reference: Reference, f: Callable[..., Any], rtol: float, atol: float, what: str) -> None:
+    value, grads = seeded(f, *reference.inputs)
+    plain_value, gradient = reference.gradient
+    assert_no_difference(value.to(plain_value), plain_value, rtol, f"{what}: value", atol)
+    floats = tree_map(lambda t: t if is_continuous(t) else None, gradient)
+    assert_no_difference(grads, floats, rtol, f"{what}: gradient of (params, xs)", atol)

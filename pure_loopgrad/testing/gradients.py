@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from pure_loopgrad._tree import PyTree, tree_map
 from pure_loopgrad.testing.comparing import differences, tolerance_of
-from pure_loopgrad.testing.transforms import Flat, Scalar, gradient_by_backward, transformed
+from pure_loopgrad.testing.transforms import Flat, gradient_by_backward, transformed
 
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
 
@@ -53,26 +55,49 @@ def assert_same_gradient(
         ...
         AssertionError: ours: outputs: differs by 1.00e+00, where the plain loop has up to 2.00e+00 ...
     """
-    loss = coupled if loss is None else loss
     inputs = cast(inputs, dtype)
     rtol = tolerance_of(inputs) if rtol is None else rtol
-    with torch.no_grad():
-        assert_no_difference(seeded(ours, inputs), seeded(plain, inputs), rtol, f"{what}: outputs", atol)
-    flat = Flat(inputs)
+    Reference(plain, inputs, coupled if loss is None else loss, stack).hold(ours, rtol, atol, what)
 
-    def scalar(f: Callable[[PyTree], PyTree]) -> Scalar:
+
+@dataclass(frozen=True)
+class Reference:
+    """A plain function with what it gives, each computed once: its outputs, a transformed loss, the loss's gradient."""
+
+    plain: Callable[[PyTree], PyTree]
+    inputs: PyTree
+    loss: Loss
+    stack: tuple[str, ...] = ()
+
+    @cached_property
+    def outputs(self) -> PyTree:
+        """What the function returns."""
+        with torch.no_grad():
+            return seeded(self.plain, self.inputs)
+
+    @cached_property
+    def gradient(self) -> tuple[Tensor, PyTree]:
+        """The loss, and its gradient in the structure of the inputs."""
+        return self._gradient_of(self.plain)
+
+    def hold(self, ours: Callable[[PyTree], PyTree], rtol: float, atol: float, what: str) -> None:
+        """Fails if another function gives something else."""
+        with torch.no_grad():
+            assert_no_difference(seeded(ours, self.inputs), self.outputs, rtol, f"{what}: outputs", atol)
+        (value, gradient), (plain_value, plain_gradient) = self._gradient_of(ours), self.gradient
+        name = " of ".join([*reversed(self.stack), "loss"])
+        assert_no_difference(value, plain_value, rtol, f"{what}: {name}", atol)
+        assert_no_difference(gradient, plain_gradient, rtol, f"{what}: gradient of {name}: inputs", atol)
+
+    def _gradient_of(self, f: Callable[[PyTree], PyTree]) -> tuple[Tensor, PyTree]:
+        flat = Flat(self.inputs)
+
         def of_vector(v: Tensor) -> Tensor:
             filled = flat.unravel(v)
-            return loss(filled, f(filled))
+            return self.loss(filled, f(filled))
 
-        return transformed(of_vector, stack)
-
-    found, expected = (seeded(gradient_by_backward, scalar(f), flat.start()) for f in (ours, plain))
-    name = " of ".join([*reversed(stack), "loss"])
-    assert_no_difference(found[0], expected[0], rtol, f"{what}: {name}", atol)
-    assert_no_difference(
-        flat.unravel(found[1]), flat.unravel(expected[1]), rtol, f"{what}: gradient of {name}: inputs", atol
-    )
+        value, gradient = seeded(gradient_by_backward, transformed(of_vector, self.stack), flat.start())
+        return value, flat.unravel(gradient)
 
 
 def coupled(_: PyTree, ys: PyTree) -> Tensor:
