@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
 from rich.progress import track
 
-from benchmarks.measure import REFERENCE_FOLDER, reference, relative_error
+from benchmarks.measure import REFERENCE_FOLDER
+from benchmarks.processes import Found, in_jax, in_torch
 from benchmarks.report import Medians, Row, plot, table
 from benchmarks.resources import LONG
 
@@ -26,44 +21,6 @@ WORKLOADS = ["feature_stack", "mil", "contrastive", "carry", "tiny", "hvp", "per
 QUICK_WORKLOADS = ["feature_stack", "mil", "contrastive", "carry", "tiny"]
 SLOW_TO_START = ("compiled", "sentence-transformers")
 RESULTS = Path(__file__).parent / "results"
-# For memory, malloc gives freed blocks of this size back at once, so that the peak is that of the program and repeats.
-# For time, it keeps them: else page faults come and go with the order of allocations, and are a third of the noise.
-GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-KEEP = {"MALLOC_MMAP_THRESHOLD_": "4000000000", "MALLOC_TRIM_THRESHOLD_": "4000000000"}
-Found = dict[str, float]
-
-
-def in_torch(workload: str, method: str, n: int, what: str) -> Found:
-    """Time, memory or both by a process of its own, with the malloc that makes its figure repeat."""
-    command = [sys.executable, "-m", "benchmarks.measure", workload, method, str(n), what]
-    env = {**os.environ, **(GIVE_BACK if what == "memory" else KEEP)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
-    found = json.loads(done.stdout.splitlines()[-1])
-    return {} if "missing" in found else found
-
-
-def in_jax(module: Any, method: str, n: int) -> Found:
-    """The same by an interpreter that has JAX, on the same numbers; nothing where there is none."""
-    python = os.environ.get("BENCH_JAX_PYTHON")
-    if python is None:
-        return {}
-    script = Path(module.__file__).with_name(f"{module.__name__.split('.')[-1]}_jax.py")
-    params, xs = module.setup(n)
-    with tempfile.TemporaryDirectory() as folder:
-        given, taken = Path(folder, "inputs.npz"), Path(folder, "outputs.npz")
-        np.savez(given, xs=xs.numpy(), **{f"p_{k}": p.numpy() for k, p in params.items()})
-        command = [python, str(script), module.JAX_METHODS[method], str(given), str(taken)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
-        found = dict(json.loads(done.stdout.splitlines()[-1]))
-        grads = np.load(taken)
-        exact = reference(module, method, n)
-        if exact is not None:
-            found["error"] = relative_error([torch.from_numpy(grads[k]) for k in params], exact)
-    return found
 
 
 def starts_quickly(method: str) -> bool:
@@ -71,7 +28,7 @@ def starts_quickly(method: str) -> bool:
 
 
 def measure(workload: str, quick: bool, rounds: int) -> Medians:
-    """Of the rounds at the largest size the lower median; the methods take turns, so that a slow minute hits all."""
+    """Of the rounds at the largest size the median; the methods take turns, so that a slow minute hits all."""
     module = importlib.import_module(f"benchmarks.{workload}")
     sizes = module.QUICK_SIZES if quick else module.SIZES
     jax_methods: dict[str, str] = {} if quick else getattr(module, "JAX_METHODS", {})
@@ -102,14 +59,14 @@ def add_memory(workload: str, runs: dict[Row, list[Found]], rows: list[Row]) -> 
 
 def medians(runs: list[Found]) -> Found:
     keys = ("seconds", "mib", "error", "compile")
-    return {k: statistics.median_low(values) for k in keys if (values := [r[k] for r in runs if k in r])}
+    return {k: statistics.median(values) for k in keys if (values := [r[k] for r in runs if k in r])}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("workloads", nargs="*")
     parser.add_argument("--quick", action="store_true", help="small sizes, one round, without what is slow to start")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     rounds = 1 if args.quick else args.rounds
     with tempfile.TemporaryDirectory() as folder:

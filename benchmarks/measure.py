@@ -1,11 +1,9 @@
-"""One method of one workload at one size, in this process: prints what was measured as JSON."""
+"""One method of one workload at one size, measured in this process, which does nothing else."""
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import importlib
-import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +16,9 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.resources import median_seconds, resident_mib
 
 REFERENCE_FOLDER = "BENCH_REFERENCES"
+# For memory, malloc gives freed blocks of this size back at once, so that the peak is that of the program and repeats.
+# For time, it keeps them: else page faults come and go with the order of allocations, and are a third of the noise.
+GIVE_BACK, KEEP = 2**16, 2**30
 
 
 def peak_mib(run: Callable[[], object]) -> float:
@@ -57,34 +58,33 @@ def reference(workload: Any, method: str, n: int) -> list[Tensor] | None:
     return exact
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("workload")
-    parser.add_argument("method")
-    parser.add_argument("n", type=int)
-    parser.add_argument("what", choices=["time", "memory", "both"])
-    args = parser.parse_args()
+def measure(workload_name: str, method: str, n: int, what: str) -> dict[str, float]:
+    """What one process finds out; nothing where a package is missing."""
+    set_malloc(GIVE_BACK if what == "memory" else KEEP)
     torch.set_flush_denormal(True)  # before there are threads; see carry.py
     torch.set_num_threads(2)
     torch.manual_seed(0)
     try:
-        workload = importlib.import_module(f"benchmarks.{args.workload}")
-        run = workload.METHODS[args.method](args.n)
+        workload = importlib.import_module(f"benchmarks.{workload_name}")
+        run = workload.METHODS[method](n)
         result = run()  # kernels and modules of torch load at their first use, and what is compiled is compiled
-    except ModuleNotFoundError as error:
-        print(json.dumps({"missing": str(error)}))
-        return
+    except ModuleNotFoundError:
+        return {}
     found: dict[str, float] = {}
-    if args.what != "memory":
+    if what != "memory":
         found["seconds"] = median_seconds(run, 3)
-    if args.what != "time":
-        exact = None if result is None else reference(workload, args.method, args.n)
+    if what != "time":
+        exact = None if result is None else reference(workload, method, n)
         if exact is not None:
             found["error"] = relative_error(tree_leaves(result), exact)
         del result, exact
         found["mib"] = peak_mib(run)
-    print(json.dumps(found))
+    return found
 
 
-if __name__ == "__main__":
-    main()
+def set_malloc(threshold: int) -> None:
+    """From this size on, malloc gives freed blocks back at once."""
+    libc = ctypes.CDLL("libc.so.6")
+    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+    if not (libc.mallopt(M_TRIM_THRESHOLD, threshold) and libc.mallopt(M_MMAP_THRESHOLD, threshold)):
+        raise RuntimeError(f"malloc does not take a threshold of {threshold} bytes")

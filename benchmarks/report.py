@@ -21,7 +21,7 @@ def table(text: str, medians: Medians, rounds: int) -> str:
     lines = [f"# {first}", *rest, ""]
     lines += [
         f"{datetime.date.today()}, torch {torch.__version__}, Python {platform.python_version()}, 2 threads, "
-        f"{platform.machine()}. Each method ran in a process of its own; time at the largest n is the lower median of "
+        f"{platform.machine()}. Each method ran in a process of its own; time at the largest n is the median of "
         f"{rounds} of them, each the median of up to three runs. Memory is the peak above what is held before. The "
         "error is that of the gradient, relative to the full graph in float64.",
         "",

@@ -27,11 +27,12 @@ from pure_loopgrad._shapes import is_fake
 from pure_loopgrad.errors import ImpureBodyError
 
 SAMPLE = 256  # entries of an output that its digest sees
-# no ordinary output is orthogonal to these; made here, since a tensor made later may belong to a transform
-DIRECTIONS = torch.cos(
-    torch.arange(1, SAMPLE + 1, dtype=torch.float64, device="cpu")[:, None].square()
-    * torch.arange(1, 9, device="cpu")
-    * 0.7548776662
+# No ordinary output is orthogonal to these. Made here, since a tensor made later may belong to a transform, and by
+# Python, since an operation of torch on so many entries would start its threads, after which a fork may hang.
+DIRECTIONS = torch.tensor(
+    [[math.cos(i * i * k * 0.7548776662) for k in range(1, 9)] for i in range(1, SAMPLE + 1)],
+    dtype=torch.float64,
+    device="cpu",
 )
 MT19937_BYTES = 625 * 4  # 624 words and a position
 REMEDY = (

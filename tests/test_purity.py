@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -416,3 +419,11 @@ def test_control_flow_on_data():
     with pytest.raises(RuntimeError, match="data-dependent") as caught:
         plg.map(body, W, XS, chunk_size=2)
     assert "chunk_size=1" in " ".join(getattr(caught.value, "__notes__", ["chunk_size=1"]))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+def test_importing_starts_no_thread():
+    """Else what forks afterwards, a loader's workers for instance, may hang in its first operation."""
+    count = "import os, torch; threads = lambda: len(os.listdir('/proc/self/task')); before = threads();"
+    test = f"{count} import pure_loopgrad, pure_loopgrad.distributed, pure_loopgrad.testing; assert threads() == before"
+    subprocess.run([sys.executable, "-c", test], check=True)
