@@ -12,12 +12,13 @@ from pathlib import Path
 
 from rich.progress import track
 
-from benchmarks.measure import REFERENCE_FOLDER
-from benchmarks.processes import Found, in_jax, in_torch
+from benchmarks.measure import REFERENCE_FOLDER, measure
+from benchmarks.pairs import table_of_pairs
+from benchmarks.processes import Found, in_jax, in_process
 from benchmarks.report import Medians, Row, plot, table
 from benchmarks.resources import LONG
 
-WORKLOADS = ["feature_stack", "mil", "contrastive", "carry", "tiny", "hvp", "per_iteration", "half"]
+WORKLOADS = ["feature_stack", "mil", "contrastive", "carry", "tiny", "hvp", "per_iteration", "half", "pairs"]
 QUICK_WORKLOADS = ["feature_stack", "mil", "contrastive", "carry", "tiny"]
 SLOW_TO_START = ("compiled", "sentence-transformers")
 RESULTS = Path(__file__).parent / "results"
@@ -27,8 +28,8 @@ def starts_quickly(method: str) -> bool:
     return not any(word in method for word in SLOW_TO_START)
 
 
-def measure(workload: str, quick: bool, rounds: int) -> Medians:
-    """Of the rounds at the largest size the median; the methods take turns, so that a slow minute hits all."""
+def measure_all(workload: str, quick: bool, rounds: int) -> Medians:
+    """Of the rounds at the largest size the lower median; the methods take turns, so that a slow minute hits all."""
     module = importlib.import_module(f"benchmarks.{workload}")
     sizes = module.QUICK_SIZES if quick else module.SIZES
     jax_methods: dict[str, str] = {} if quick else getattr(module, "JAX_METHODS", {})
@@ -44,7 +45,9 @@ def measure(workload: str, quick: bool, rounds: int) -> Medians:
         if known and (not known[0] or known[0]["seconds"] > LONG):
             continue
         what = "time" if (method, n) in apart else "both"
-        known.append(in_jax(module, method, n) if method in jax_methods else in_torch(workload, method, n, what))
+        known.append(
+            in_jax(module, method, n) if method in jax_methods else in_process(measure, workload, method, n, what)
+        )
     add_memory(workload, runs, [row for row in apart if runs[row][0]])
     return {row: medians(found) for row, found in runs.items()}
 
@@ -52,21 +55,21 @@ def measure(workload: str, quick: bool, rounds: int) -> Medians:
 def add_memory(workload: str, runs: dict[Row, list[Found]], rows: list[Row]) -> None:
     """Memory and error repeat, whatever runs beside them: two at a time."""
     with ThreadPoolExecutor(2) as pool:
-        found = pool.map(lambda row: in_torch(workload, *row, "memory"), rows)
+        found = pool.map(lambda row: in_process(measure, workload, *row, "memory"), rows)
         for row, more in zip(rows, track(found, description=f"{workload}: memory", total=len(rows)), strict=True):
             runs[row].append(more)
 
 
 def medians(runs: list[Found]) -> Found:
     keys = ("seconds", "mib", "error", "compile")
-    return {k: statistics.median(values) for k in keys if (values := [r[k] for r in runs if k in r])}
+    return {k: statistics.median_low(values) for k in keys if (values := [r[k] for r in runs if k in r])}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("workloads", nargs="*")
     parser.add_argument("--quick", action="store_true", help="small sizes, one round, without what is slow to start")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     rounds = 1 if args.quick else args.rounds
     with tempfile.TemporaryDirectory() as folder:
@@ -76,13 +79,14 @@ def main() -> None:
 
 def run_all(workloads: list[str], quick: bool, rounds: int) -> None:
     for workload in workloads:
+        found = {} if workload == "pairs" else measure_all(workload, quick, rounds)
         module = importlib.import_module(f"benchmarks.{workload}")
-        found = measure(workload, quick, rounds)
-        text = table(module.__doc__ or workload, found, rounds)
+        text = table(module.__doc__ or workload, found, rounds) if found else table_of_pairs()
         print(text)
         if not quick:
             RESULTS.mkdir(exist_ok=True)
             (RESULTS / f"{workload}.md").write_text(text)
+        if found and not quick:
             plot(workload, found, RESULTS / f"{workload}.png")
 
 

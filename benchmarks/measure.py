@@ -59,13 +59,10 @@ def reference(workload: Any, method: str, n: int) -> list[Tensor] | None:
 
 
 def measure(workload_name: str, method: str, n: int, what: str) -> dict[str, float]:
-    """What one process finds out; nothing where a package is missing."""
-    set_malloc(GIVE_BACK if what == "memory" else KEEP)
-    torch.set_flush_denormal(True)  # before there are threads; see carry.py
-    torch.set_num_threads(2)
-    torch.manual_seed(0)
+    """Time, memory or both; nothing where a package is missing."""
+    settle(GIVE_BACK if what == "memory" else KEEP)
+    workload = importlib.import_module(f"benchmarks.{workload_name}")
     try:
-        workload = importlib.import_module(f"benchmarks.{workload_name}")
         run = workload.METHODS[method](n)
         result = run()  # kernels and modules of torch load at their first use, and what is compiled is compiled
     except ModuleNotFoundError:
@@ -82,9 +79,12 @@ def measure(workload_name: str, method: str, n: int, what: str) -> dict[str, flo
     return found
 
 
-def set_malloc(threshold: int) -> None:
-    """From this size on, malloc gives freed blocks back at once."""
+def settle(threshold: int) -> None:
+    """The settings of a process that measures; malloc gives freed blocks back at once from a number of bytes on."""
     libc = ctypes.CDLL("libc.so.6")
     M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
     if not (libc.mallopt(M_TRIM_THRESHOLD, threshold) and libc.mallopt(M_MMAP_THRESHOLD, threshold)):
         raise RuntimeError(f"malloc does not take a threshold of {threshold} bytes")
+    torch.set_flush_denormal(True)  # before there are threads; see carry.py
+    torch.set_num_threads(2)
+    torch.manual_seed(0)

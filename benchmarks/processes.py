@@ -1,4 +1,4 @@
-"""One measurement, in a process of its own."""
+"""Measurements, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import multiprocessing
 import os
 import subprocess
 import tempfile
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from benchmarks.measure import measure, reference, relative_error
+from benchmarks.measure import reference, relative_error
 
+T = TypeVar("T")
 # Each process starts as a copy of one that has imported torch and computed nothing.
 FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(
@@ -24,22 +26,22 @@ FORK.set_forkserver_preload(
 Found = dict[str, float]
 
 
-def in_torch(workload: str, method: str, n: int, what: str) -> Found:
-    """Time, memory or both by a process of its own."""
+def in_process(fn: Callable[..., T], *args: Any) -> T:
+    """`fn(*args)` in a process of its own."""
     receiver, sender = FORK.Pipe(duplex=False)
-    process = FORK.Process(target=send_found, args=(sender, workload, method, n, what))
+    process = FORK.Process(target=send_result, args=(sender, fn, args))
     process.start()
     sender.close()  # else the end of the process would not be seen
     try:
-        found: Found = receiver.recv()
+        found: T = receiver.recv()
     except EOFError:
-        raise RuntimeError(f"{workload}, {method}, n = {n}: the process died, see above") from None
+        raise RuntimeError(f"{fn.__name__}{args}: the process died, see above") from None
     process.join()
     return found
 
 
-def send_found(to: Connection, *task: Any) -> None:
-    to.send(measure(*task))
+def send_result(to: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    to.send(fn(*args))
 
 
 def in_jax(module: Any, method: str, n: int) -> Found:

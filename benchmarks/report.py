@@ -16,12 +16,16 @@ FLOORS = ("F", "F + B")
 mpl.use("Agg")  # no window
 
 
+def machine() -> str:
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    return f"{datetime.date.today()}, {versions}, 2 threads, {platform.machine()}"
+
+
 def table(text: str, medians: Medians, rounds: int) -> str:
     first, *rest = text.splitlines()
     lines = [f"# {first}", *rest, ""]
     lines += [
-        f"{datetime.date.today()}, torch {torch.__version__}, Python {platform.python_version()}, 2 threads, "
-        f"{platform.machine()}. Each method ran in a process of its own; time at the largest n is the median of "
+        f"{machine()}. Each method ran in a process of its own; time at the largest n is the median of "
         f"{rounds} of them, each the median of up to three runs. Memory is the peak above what is held before. The "
         "error is that of the gradient, relative to the full graph in float64.",
         "",
