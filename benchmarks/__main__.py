@@ -78,16 +78,20 @@ def main() -> None:
 
 
 def run_all(workloads: list[str], quick: bool, rounds: int) -> None:
+    RESULTS.mkdir(exist_ok=True)
     for workload in workloads:
-        found = {} if workload == "pairs" else measure_all(workload, quick, rounds)
-        module = importlib.import_module(f"benchmarks.{workload}")
-        text = table(module.__doc__ or workload, found, rounds) if found else table_of_pairs()
+        text = table_of_pairs() if workload == "pairs" else tabulated(workload, quick, rounds)
         print(text)
         if not quick:
-            RESULTS.mkdir(exist_ok=True)
             (RESULTS / f"{workload}.md").write_text(text)
-        if found and not quick:
-            plot(workload, found, RESULTS / f"{workload}.png")
+
+
+def tabulated(workload: str, quick: bool, rounds: int) -> str:
+    """A workload's table; its plot goes to a file."""
+    found = measure_all(workload, quick, rounds)
+    if not quick:
+        plot(workload, found, RESULTS / f"{workload}.png")
+    return table(importlib.import_module(f"benchmarks.{workload}").__doc__ or workload, found, rounds)
 
 
 if __name__ == "__main__":

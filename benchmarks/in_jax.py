@@ -5,17 +5,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from resources import ENOUGH, median_seconds, resident_mib
+from resources import ENOUGH, median_seconds, peak_starts, resident_mib
 
 
 def main(methods: dict[str, Callable[[dict[str, Any], Any], Any]]) -> None:
@@ -27,9 +25,7 @@ def main(methods: dict[str, Callable[[dict[str, Any], Any], Any]]) -> None:
     run = jax.jit(methods[method]).lower(params, xs).compile()
     compiling = time.perf_counter() - start
     jax.block_until_ready(run(params, xs))  # threads and buffers of the first run
-    Path("/proc/self/clear_refs").write_text("5")
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    base, start = resident_mib("VmRSS"), time.perf_counter()
+    base, start = peak_starts(), time.perf_counter()
     grads = jax.block_until_ready(run(params, xs))
     seconds, mib = time.perf_counter() - start, resident_mib("VmHWM") - base
     if seconds < ENOUGH:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.resources import median_seconds, resident_mib
+from benchmarks.resources import median_seconds, peak_starts, resident_mib
 
 REFERENCE_FOLDER = "BENCH_REFERENCES"
 # For memory, malloc gives freed blocks of this size back at once, so that the peak is that of the program and repeats.
@@ -23,9 +23,7 @@ GIVE_BACK, KEEP = 2**16, 2**30
 
 def peak_mib(run: Callable[[], object]) -> float:
     """Of one run above what is held before it, the pages that earlier runs have freed given back."""
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    base = resident_mib()
+    base = peak_starts()
     run()
     return resident_mib("VmHWM") - base
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import importlib
 import statistics
-import time
-from collections.abc import Callable
 
 from rich.progress import track
 
 from benchmarks.measure import KEEP, settle
 from benchmarks.processes import in_process
 from benchmarks.report import machine
+from benchmarks.resources import seconds_of
 
 ROUNDS = 11
 CHUNKS = "torch.utils.checkpoint, chunks"
@@ -34,12 +33,6 @@ PAIRS = [
 ]
 
 
-def seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
 def alternate(workload_name: str, peer: str, ours: str) -> list[float]:
     """The time of ours over that of the peer, of runs next to each other; which comes first changes."""
     settle(KEEP)
@@ -49,7 +42,7 @@ def alternate(workload_name: str, peer: str, ours: str) -> list[float]:
         run()
     ratios = []
     for i in range(ROUNDS):
-        taken = {j: seconds(runs[j]) for j in ((0, 1) if i % 2 else (1, 0))}
+        taken = {j: seconds_of(runs[j]) for j in ((0, 1) if i % 2 else (1, 0))}
         ratios.append(taken[1] / taken[0])
     return ratios
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable
@@ -17,10 +18,21 @@ def resident_mib(field: str = "VmRSS") -> float:
     return int(line.split()[1]) / 2**10
 
 
+def peak_starts() -> float:
+    """The memory held now, above which `resident_mib("VmHWM")` counts from here; what was freed is given back first."""
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident_mib()
+
+
+def seconds_of(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
 def median_seconds(run: Callable[[], object], repeats: int) -> float:
     seconds: list[float] = []
     while len(seconds) < repeats and sum(seconds) < ENOUGH:
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(seconds_of(run))
     return statistics.median(seconds)
