@@ -82,7 +82,7 @@ def _may_compile(user: UserBody) -> bool:
     trace = user.trace
     if trace.compile is False or trace.outputs is None or trace.checking or trace.debug_nonfinite:
         return False
-    return not trace.draws and not trace.effects.found and active_levels() == 0
+    return trace.repeats and active_levels() == 0
 
 
 def _call(fn: Function, *args: Any) -> Any:

@@ -91,7 +91,7 @@ class VjpBody:
         """Those of the marked outputs."""
         return [*consts[self.n_consts :], *xs[self.n_xs :]]
 
-    def parted(self, grads: list[Tensor]) -> tuple[Tensors, Tensors]:
+    def parted(self, grads: Tensors) -> tuple[Tensors, Tensors]:
         """The gradients of the base's consts, and those of its xs."""
         return grads[: self.n_sums], grads[self.n_sums :]
 
@@ -215,8 +215,7 @@ class VmapBody:
         draw, and do what has no batching rule.
         """
         dims = [*self.dims[base.n_consts : self.n_consts], *self.dims[self.n_consts + base.n_xs :]]
-        pullback = base.linearised([*consts[: base.n_consts], *xs[: base.n_xs]])
-        cotangents = [*consts[base.n_consts :], *xs[base.n_xs :]]
-        grads = torch.func.vmap(lambda *c: tuple(pullback(c)), tuple(dims), randomness=self.randomness)(*cotangents)
-        n = base.n_sums
-        return grads[:n], [g.movedim(0, 1) for g in grads[n:]]
+        pullback = base.linearised(base.inputs(consts, xs))
+        over_batch = torch.func.vmap(lambda *c: tuple(pullback(c)), tuple(dims), randomness=self.randomness)
+        sums, stacks = base.parted(over_batch(*base.cotangents(consts, xs)))
+        return sums, [g.movedim(0, 1) for g in stacks]

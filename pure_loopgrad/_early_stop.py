@@ -42,8 +42,8 @@ FEWEST_CHUNKS = 4  # else the one that is recorded is not worth it
 WORTHWHILE = {"cpu": 1e7, "other": 1e9}
 
 
-class Meta(NamedTuple):
-    """A tensor without its data."""
+class Layout(NamedTuple):
+    """All of a tensor but its data."""
 
     shape: torch.Size
     strides: tuple[int, ...]
@@ -51,24 +51,31 @@ class Meta(NamedTuple):
     device: torch.device
     offset: int
 
+    @classmethod
+    def of(cls, t: Tensor) -> Layout:
+        return cls(t.shape, t.stride(), t.dtype, t.device, int(t.storage_offset()))
 
-@dataclass(frozen=True)
-class Step:
-    """One operation of a chunk, its tensors as `Meta`."""
+
+class Step(NamedTuple):
+    """One operation of a chunk, its tensors as `Layout`."""
 
     func: Any
     inputs: Any
     output: Any
-    work: float
 
 
 class NotComputed(Tensor):
     """What a contraction would have returned: a shape, a place in the graph, and no data."""
 
     @staticmethod
-    def __new__(cls, meta: Meta) -> NotComputed:
+    def __new__(cls, layout: Layout) -> NotComputed:
         made: NotComputed = Tensor._make_wrapper_subclass(  # the way that torch's notes on extending it give
-            cls, meta.shape, strides=meta.strides, storage_offset=meta.offset, dtype=meta.dtype, device=meta.device
+            cls,
+            layout.shape,
+            strides=layout.strides,
+            storage_offset=layout.offset,
+            dtype=layout.dtype,
+            device=layout.device,
         )
         return made
 
@@ -87,21 +94,43 @@ class NotComputed(Tensor):
 
 
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Notes the operations of a chunk."""
+    """Follows the operations of a chunk, and notes its last contraction with those that follow it.
+
+    Attributes:
+        count: how many operations there were.
+        start: the number of the last contraction.
+        tail: it and what follows; empty once its value was read.
+        work: its floating-point operations.
+    """
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # the same
         self.trace = trace
-        self.steps: list[Step] = []
+        self.count = self.start = 0
+        self.tail: list[Step] = []
+        self.work = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if self.trace.comparing:
             return out
-        work = flop_registry[func.overloadpacket](*args, **kwargs, out_val=out) if func in CONTRACTIONS else 0
-        self.steps.append(Step(func, _described((args, kwargs)), _described(out), work))
+        if func in CONTRACTIONS:
+            self.start, self.tail = self.count, []
+            self.work = flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
+        elif func not in FOLLOWERS:
+            self.tail = []
+        if func in CONTRACTIONS or self.tail:
+            self.tail.append(Step(func, _described((args, kwargs)), _described(out)))
+        self.count += 1
         return out
+
+    @property
+    def pays(self) -> bool:
+        """Whether the contraction takes longer than seeing every operation of a chunk, to leave it out."""
+        if not self.tail:
+            return False
+        return self.work >= self.count * WORTHWHILE.get(self.tail[0].output.device.type, WORTHWHILE["other"])
 
 
 class Stopping(TorchDispatchMode):  # type: ignore[no-untyped-call]  # the same
@@ -146,8 +175,8 @@ class EarlyStop:
     def _recorded(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
         recording = Recording(self.trace)
         found = self.body(consts, xs, recording)
-        self.start, self.tail = _tail(recording.steps)
-        self.run = self._stopped if self.tail else self.body
+        self.start, self.tail = recording.start, recording.tail
+        self.run = self._stopped if recording.pays else self.body
         return found
 
     def _stopped(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
@@ -164,21 +193,5 @@ class EarlyStop:
 
 
 def _described(tree: Any) -> Any:
-    """Arguments or results with each tensor as its `Meta`."""
-    return tree_map(_meta, tree)
-
-
-def _meta(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return Meta(leaf.shape, leaf.stride(), leaf.dtype, leaf.device, int(leaf.storage_offset()))
-
-
-def _tail(steps: Sequence[Step]) -> tuple[int, Sequence[Step]]:
-    """The last contraction with what follows it, and its number; nothing where its value is read, or is made soon."""
-    start = next((i for i in reversed(range(len(steps))) if steps[i].func not in FOLLOWERS), 0)
-    tail = steps[start:]
-    if not tail or tail[0].func not in CONTRACTIONS:
-        return 0, ()
-    least = WORTHWHILE.get(tail[0].output.device.type, WORTHWHILE["other"])
-    return (start, tail) if tail[0].work >= least * len(steps) else (0, ())
+    """Arguments or results with each tensor as its `Layout`."""
+    return tree_map(lambda leaf: Layout.of(leaf) if isinstance(leaf, Tensor) else leaf, tree)

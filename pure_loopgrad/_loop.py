@@ -170,8 +170,7 @@ def _runner(loop: Loop) -> RunChunk:
     of_body = isinstance(body, VjpBody) and isinstance(body.base, Chunk)
     plain = trace.compile is False and not torch.is_grad_enabled() and active_levels() == 0
     exact = trace.check != "all" and not trace.debug_nonfinite
-    repeats = not loop.tape.states and not trace.effects.found  # a chunk that runs twice must not draw on
-    if of_body and plain and exact and repeats and loop.n >= FEWEST_CHUNKS * loop.chunk_size:
+    if of_body and plain and exact and trace.repeats and loop.n >= FEWEST_CHUNKS * loop.chunk_size:
         return EarlyStop(cast(VjpBody, body), trace)
     return chunk_runner(body, trace)
 

@@ -58,6 +58,11 @@ class Trace:
         """Whether the iterations that run now are among those that are checked."""
         return self.check == "all" or (self.check == "first" and self.iterations.start == 0)
 
+    @property
+    def repeats(self) -> bool:
+        """Whether a chunk may run once more, or in part: it draws nothing, and has no effects."""
+        return not self.draws and not self.effects.found
+
 
 def where(trace: Trace) -> str:
     """The iterations that run now, in words."""

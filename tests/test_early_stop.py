@@ -42,7 +42,7 @@ class Counted(TorchDispatchMode):
 
 
 class Saving(torch.autograd.Function):
-    """x to x + 1, with a derivative that looks at x, though it is one."""
+    """x to x, with a derivative that looks at x, though it is one."""
 
     @staticmethod
     def forward(ctx, x):
