@@ -1,10 +1,10 @@
-"""The derivatives of a body are bodies again: its vjp, its jvp and its vmap.
+"""The derivatives of a body are bodies again: its vjp and its jvp, the latter alone or with what it is the tangent of.
 
 For a body (consts, xs) -> (sums, stacks) of one chunk:
 
     vjp   (consts + dsums, xs + dstacks)   -> (dconsts, dxs)          summed over chunks, stacked along them
     jvp   (consts + dconsts, xs + dxs)     -> (dsums, dstacks)
-    vmap  the same body, batched; the batch axis of xs and stacks comes second, behind that of the iterations
+    dual  the same inputs                  -> (sums + dsums, stacks + dstacks)
 
 Each calls the body beneath it exactly once, so that the random numbers it draws are those of the first pass.
 """
@@ -13,14 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
-from typing import ClassVar, Protocol, TypeAlias, cast
+from typing import Any, ClassVar, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from pure_loopgrad._body import ChunkBody, Labels, Randomness
+from pure_loopgrad import _tree
+from pure_loopgrad._body import ChunkBody, Labels
 from pure_loopgrad._levels import is_recorded
 from pure_loopgrad._linearise import Mask, linearise, put, zeros_for_none
 from pure_loopgrad._shapes import Meta, Outline
@@ -28,15 +29,6 @@ from pure_loopgrad._user import Tensors
 
 Within: TypeAlias = AbstractContextManager[object]
 WITHIN_NOTHING: Within = nullcontext()
-
-
-def user_inputs_batched(body: ChunkBody, consts: Mask, xs: Mask) -> bool:
-    """Whether a batch reaches the user's body, or only the cotangents and tangents of derived ones."""
-    while isinstance(body, (VjpBody, JvpBody, VmapBody)):
-        if not isinstance(body, VmapBody):
-            consts, xs = consts[: body.n_consts], xs[: body.n_xs]
-        body = body.base
-    return any(consts) or any(xs)
 
 
 class HasPullback(Protocol):
@@ -148,74 +140,59 @@ class JvpBody:
         return Labels([*base.consts, *consts], [*base.xs, *xs], sums, stacks)
 
     def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
-        inputs = [*consts[: self.n_consts], *xs[: self.n_xs]]
-        tangents = (*consts[self.n_consts :], *xs[self.n_xs :])
-
-        def outputs(*primals: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-            full = put(inputs, self.wrt, primals)
-            sums, stacks = self.base(full[: self.n_consts], full[self.n_consts :])
-            return tuple(compress(sums, self.sums)), tuple(compress(stacks, self.stacks))
-
-        # with grad mode off, some ops choose a backward formula that has no forward derivative (silu)
-        with torch.enable_grad():
-            out = torch.func.jvp(outputs, tuple(compress(inputs, self.wrt)), tangents)
-        return cast("tuple[Tensors, Tensors]", out[1])
+        _, tangents = push_forward(self, consts, xs, lambda _: (*self.sums, *self.stacks))
+        return tangents[: self.n_sums], tangents[self.n_sums :]
 
 
 @dataclass(frozen=True)
-class VmapBody:
-    """`base` for a whole batch; `batched` marks the inputs that have a batch axis."""
+class DualBody:
+    """The outputs of `base` and a tangent for each, from the inputs of its jvp; an empty one where there is none."""
 
     base: ChunkBody
     n_consts: int
-    batched: Mask
-    randomness: Randomness
-
-    @property
-    def what(self) -> str:
-        return self.base.what
+    n_xs: int
+    wrt: Mask
+    what: ClassVar[str] = "jvp"
 
     @property
     def n_sums(self) -> int:
-        return self.base.n_sums
-
-    @property
-    def dims(self) -> list[int | None]:
-        """The batch axis of each input."""
-        return [(0 if i < self.n_consts else 1) if b else None for i, b in enumerate(self.batched)]
+        return 2 * self.base.n_sums
 
     def outline(self, consts: Tensors, xs: Tensors) -> Outline:
-        inputs = list(zip([*consts, *xs], self.dims, strict=True))
-        size = next(t.shape[d] for t, d in inputs if d is not None)
-        one = [t if d is None else t.new_empty((*t.shape[:d], *t.shape[d + 1 :])) for t, d in inputs]
-        sums, stacks = self.base.outline(one[: self.n_consts], one[self.n_consts :])
-        return [m.with_axis(0, size) for m in sums], [m.with_axis(1, size) for m in stacks]
+        sums, stacks = self.base.outline(consts[: self.n_consts], xs[: self.n_xs])
+        return [*sums, *sums], [*stacks, *stacks]
 
     def labels(self) -> Labels:
-        return self.base.labels()
+        base = self.base.labels()
+        jvp = JvpBody(
+            self.base, self.n_consts, self.n_xs, self.wrt, (True,) * len(base.sums), (True,) * len(base.stacks)
+        )
+        tangents = jvp.labels()
+        return replace(tangents, sums=[*base.sums, *tangents.sums], stacks=[*base.stacks, *tangents.stacks])
 
     def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
-        base, nc = self.base, self.n_consts
-        if isinstance(base, VjpBody) and not base.base_has_pullback:
-            primals = range(base.n_consts), range(nc, nc + base.n_xs)
-            if not any(self.batched[i] for part in primals for i in part):
-                return self._over_cotangents(base, consts, xs)
+        (sums, stacks), found = push_forward(self, consts, xs, lambda ys: tuple(map(_tree.is_differentiable, ys)))
+        marks = tuple(map(_tree.is_differentiable, [*sums, *stacks]))
+        nothing = [*(y.new_zeros(()) for y in sums), *(y.new_zeros((y.shape[0], 0)) for y in stacks)]
+        tangents = put(nothing, marks, found)
+        return [*sums, *tangents[: len(sums)]], [*stacks, *tangents[len(sums) :]]
 
-        def outputs(*inputs: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-            sums, stacks = base(inputs[:nc], inputs[nc:])
-            return tuple(sums), tuple(stacks)
 
-        # out_dims=1 fails in torch for an output that does not depend on the batch: it is expanded without a new axis
-        over_batch = torch.func.vmap(outputs, tuple(self.dims), randomness=self.randomness)
-        sums, stacks = over_batch(*consts, *xs)
-        return sums, [y.movedim(0, 1) for y in stacks]
+def push_forward(
+    body: JvpBody | DualBody, consts: Tensors, xs: Tensors, marks: Callable[[Tensors], Mask]
+) -> tuple[tuple[Tensors, Tensors], Tensors]:
+    """Runs the base. Returns its sums and stacks, and the tangents of those of them that are marked."""
+    inputs = [*consts[: body.n_consts], *xs[: body.n_xs]]
+    tangents = (*consts[body.n_consts :], *xs[body.n_xs :])
 
-    def _over_cotangents(self, base: VjpBody, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
-        """Where only cotangents are batched, the base runs outside of vmap, as in a plain loop under jacrev: it may
-        draw, and do what has no batching rule.
-        """
-        dims = [*self.dims[base.n_consts : self.n_consts], *self.dims[self.n_consts + base.n_xs :]]
-        pullback = base.linearised(base.inputs(consts, xs))
-        over_batch = torch.func.vmap(lambda *c: tuple(pullback(c)), tuple(dims), randomness=self.randomness)
-        sums, stacks = base.parted(over_batch(*base.cotangents(consts, xs)))
-        return sums, [g.movedim(0, 1) for g in stacks]
+    def outputs(*primals: Tensor) -> tuple[Any, Any]:
+        full = put(inputs, body.wrt, primals)
+        sums, stacks = body.base(full[: body.n_consts], full[body.n_consts :])
+        found = [*sums, *stacks]
+        return tuple(compress(found, marks(found))), (tuple(sums), tuple(stacks))
+
+    # with grad mode off, some ops choose a backward formula that has no forward derivative (silu)
+    with torch.enable_grad():
+        jvp = torch.func.jvp(outputs, tuple(compress(inputs, body.wrt)), tangents, has_aux=True)
+    _, found, both = cast("tuple[Any, Tensors, tuple[Tensors, Tensors]]", jvp)
+    return both, found

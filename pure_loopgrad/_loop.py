@@ -8,9 +8,8 @@ the memory of one chunk. Only the inputs are kept between a pass and the next.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import repeat
 from typing import Any, cast
 
 import torch
@@ -18,12 +17,15 @@ from torch import Tensor
 
 from pure_loopgrad import _effects, _tree
 from pure_loopgrad._accumulate import Consumer, Outputs, with_storage
+from pure_loopgrad._batched import VmapBody, user_inputs_batched
 from pure_loopgrad._body import Chunk, ChunkBody
 from pure_loopgrad._capture import version_of
+from pure_loopgrad._chunks import chunks, slices
 from pure_loopgrad._compile import RunChunk, chunk_runner
-from pure_loopgrad._derived import JvpBody, VjpBody, VmapBody, user_inputs_batched
+from pure_loopgrad._derived import DualBody, JvpBody, VjpBody
 from pure_loopgrad._eager import eager
 from pure_loopgrad._early_stop import FEWEST_CHUNKS, EarlyStop
+from pure_loopgrad._forward_mode import SingleLevelFunction, apply_at_one_level, below_one_level, innermost, join, part
 from pure_loopgrad._levels import active_levels
 from pure_loopgrad._linearise import Mask, put
 from pure_loopgrad._nonfinite import check_derivative, check_sums
@@ -33,8 +35,6 @@ from pure_loopgrad._rng import RngTape
 from pure_loopgrad._trace import Trace, where
 from pure_loopgrad._user import Tensors
 from pure_loopgrad.errors import LoopGradError, add_note
-
-AT_A_TIME = 64  # chunks whose slices are made together
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,32 @@ class Loop:
 
     def __call__(self, consts: Tensors, xs: Tensors) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Runs the loop under whatever transforms are active. Returns (sums, stacks)."""
-        outs = _LoopFunction.apply(self, *consts, *xs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        outs = _apply(self, (*consts, *xs))
         n = self.body.n_sums
         return outs[:n], outs[n:]
+
+
+def _apply(loop: Loop, tensors: Tensors) -> tuple[Tensor, ...]:
+    within = innermost()
+    if within == "grad":
+        return apply_at_one_level(_GradFunction, loop, tensors)
+    if within == "jvp":
+        return _apply_dual(loop, *part(tensors))
+    return cast("tuple[Tensor, ...]", _LoopFunction.apply(loop, *tensors))  # type: ignore[no-untyped-call]  # so in torch
+
+
+def _apply_dual(loop: Loop, primals: Tensors, wrt: Mask, tangents: Tensors) -> tuple[Tensor, ...]:
+    """One loop for the outputs and their tangents."""
+    if not any(wrt):
+        return below_one_level(lambda inner: _apply(loop, inner), primals)
+    nc, n_shared = loop.n_consts, sum(wrt[: loop.n_consts])
+    body = DualBody(loop.body, nc, len(primals) - nc, wrt)
+    dual = replace(loop, body=body, n_consts=nc + n_shared)
+    inputs = [*primals[:nc], *tangents[:n_shared], *primals[nc:], *tangents[n_shared:]]
+    found = below_one_level(lambda inner: _apply(dual, inner), inputs)
+    sums, stacks = found[: body.n_sums], found[body.n_sums :]
+    ns, ny = len(sums) // 2, len(stacks) // 2
+    return join([*sums[:ns], *stacks[:ny]], [*sums[ns:], *stacks[ny:]])
 
 
 class _LoopFunction(torch.autograd.Function):
@@ -106,6 +129,17 @@ class _LoopFunction(torch.autograd.Function):
         body = VmapBody(loop.body, nc, batched, info.randomness if drew else "same")
         sums, stacks = replace(loop, body=body)(moved[:nc], moved[nc:])
         return (*sums, *stacks), (*(0 for _ in sums), *(1 for _ in stacks))
+
+
+class _GradFunction(SingleLevelFunction):  # type: ignore[misc]  # of type Any
+    """The same for a gradient inside a jvp."""
+
+    @staticmethod
+    def forward(loop: Loop, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return below_one_level(lambda tensors: _apply(loop, tensors), inputs)
+
+    setup_context = _LoopFunction.setup_context
+    backward = _LoopFunction.backward
 
 
 def pull_back_loop(loop: Loop, inputs: Tensors, wrt: Mask, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -195,20 +229,6 @@ def _refuse_nonfinite(
         phase = "forward mode" if loop.body.what == "jvp" else "backward"
         check_derivative(iterations, phase, named, rerun, inputs)
     check_sums(iterations[-1], list(zip(labels.sums, outputs.totals(), strict=True)))
-
-
-def chunks(n: int, size: int) -> Iterator[range]:
-    """Cuts n iterations into ranges of `size`; the last one holds the remainder."""
-    return (range(start, min(start + size, n)) for start in range(0, n, size))
-
-
-def slices(xs: Tensors, n: int, size: int) -> Iterator[Tensors]:
-    """The chunks of xs, some at a time: a split of many costs a fifth of as many slices."""
-    block = AT_A_TIME * size
-    for start in range(0, n, block):
-        length = min(block, n - start)
-        parts = [torch.split(x.narrow(0, start, length), size) for x in xs]
-        yield from zip(*parts, strict=True) if xs else repeat((), -(-length // size))
 
 
 def _add_chunk(loop: Loop, run: RunChunk, outputs: Consumer, consts: Tensors, xs: Tensors, chunk: Tensors) -> None:

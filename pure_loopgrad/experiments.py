@@ -12,9 +12,10 @@ from torch import Tensor
 
 from pure_loopgrad import _run, _tree
 from pure_loopgrad._body import Randomness, check_chunk_size
+from pure_loopgrad._chunks import chunks
 from pure_loopgrad._grad import Argnums, check_argnums, chosen
 from pure_loopgrad._levels import active_levels
-from pure_loopgrad._loop import chunks, stream
+from pure_loopgrad._loop import stream
 from pure_loopgrad._map import map as map_
 from pure_loopgrad._moments import NoiseScale, moments, noise_scale_of
 from pure_loopgrad._reduce import Body, Options, prepare

@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from pure_loopgrad._accumulate import with_storage
 from pure_loopgrad._capture import unwatched
 from pure_loopgrad._early_stop import Layout, NotComputed, Recording
+from pure_loopgrad._forward_mode import SingleLevelFunction, apply_at_one_level, below_one_level, innermost
 from pure_loopgrad._levels import active_levels, below_all_levels, draws_for_nobody, is_batched, is_wrapped, level_of
 from pure_loopgrad.errors import ImpureBodyError
 
@@ -111,3 +113,46 @@ def test_the_work_of_a_product():
     with Recording(SimpleNamespace(comparing=False)) as recording:
         torch.ones(2, 3) @ torch.ones(3, 5)
     assert recording.work == 2 * 2 * 3 * 5
+
+
+def test_a_function_of_a_single_level():
+    """Its forward runs below the gradient, with the jvp innermost."""
+    seen = []
+
+    class Cube(SingleLevelFunction):
+        @staticmethod
+        def forward(static, x):
+            def below(tensors):
+                seen.append((innermost(), static, forward_ad.unpack_dual(tensors[0]).tangent is not None))
+                return (tensors[0] ** 3,)
+
+            return below_one_level(below, (x,))
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(inputs[1])
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            return None, 3 * ctx.saved_tensors[0] ** 2 * cotangent
+
+    def f(x):
+        seen.append(innermost())
+        return apply_at_one_level(Cube, "static", [x])[0].sum()
+
+    x = torch.full((2,), 2.0)
+    g, dg = torch.func.jvp(torch.func.grad(f), (x,), (torch.ones(2),))
+    assert seen == ["grad", ("jvp", "static", True)]
+    torch.testing.assert_close((g, dg), (3 * x**2, 6 * x))
+
+
+def test_which_transform_is_innermost():
+    seen = []
+    note = lambda x: (seen.append(innermost()), x.sin())[1]
+    x = torch.ones(())
+    torch.func.grad(note)(x)
+    torch.func.jvp(note, (x,), (x,))
+    torch.func.jacfwd(note)(x)
+    torch.func.grad(lambda x: torch.func.jvp(note, (x,), (x,))[1])(x)
+    torch.func.jvp(torch.func.vmap(note), (x[None],), (x[None],))
+    assert (innermost(), *seen) == (None, None, "jvp", None, "jvp", None)

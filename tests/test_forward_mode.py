@@ -1,0 +1,137 @@
+"""Forward mode runs a body once for its outputs and their tangents, and says the same as the plain loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.func import grad, hessian, jacfwd, jvp, vjp, vmap
+
+import pure_loopgrad as plg
+from pure_loopgrad.testing import count_calls
+
+f64 = torch.float64
+N = 5
+G = torch.Generator().manual_seed(0)
+W = torch.randn(3, 3, dtype=f64, generator=G)
+V = torch.randn(3, 3, dtype=f64, generator=G)
+XS = torch.randn(N, 3, dtype=f64, generator=G)
+
+
+def body(w, x):
+    return torch.tanh(w @ x)
+
+
+def plain(fn):
+    return lambda w, xs: torch.stack([fn(w, x) for x in xs])
+
+
+def looped(fn, **options):
+    return lambda w, xs: plg.map(fn, w, xs, **options)
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def along(f):
+    return lambda w: jvp(f, (w,), (V,))[1]
+
+
+# the calls that an iteration takes: a gradient's second pass takes one more
+STACKS = {
+    "jvp": (lambda f: jvp(f, (W,), (V,)), 1),
+    "jvp of jvp": (lambda f: jvp(along(f), (W,), (W.cos(),)), 1),
+    "jvp of grad": (lambda f: jvp(grad(f), (W,), (V,)), 2),
+    "jvp of vjp": (lambda f: jvp(lambda w: vjp(f, w)[1](W.sum())[0], (W,), (V,)), 2),
+    "grad of jvp": (lambda f: grad(along(f))(W), 2),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize("n_kept", [N, 0])
+def test_one_pass_for_outputs_and_tangents(name, n_kept):
+    stack, calls = STACKS[name]
+    counted = count_calls(body)
+    xs = XS[:n_kept]
+    found = stack(lambda w: looped(counted)(w, xs).square().sum())
+    if n_kept == 0:  # no rows to stack
+        assert all(t.eq(0).all() for t in torch.utils._pytree.tree_leaves(found))
+        return
+    close(found, stack(lambda w: plain(body)(w, xs).square().sum()))
+    assert counted.calls == calls * N
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, None])
+def test_outputs_without_a_derivative(chunk_size):
+    def mixed(w, x):
+        y = w @ x
+        return {"rank": y.argsort(), "y": y.sin(), "positive": y > 0}
+
+    def each(w):
+        rows = [mixed(w, x) for x in XS]
+        return {k: torch.stack([r[k] for r in rows]) for k in rows[0]}
+
+    def loss(f):
+        return lambda w: (lambda out: (out["y"] * out["rank"]).square().sum())(f(w))
+
+    ours = lambda w: plg.map(mixed, w, XS, chunk_size=chunk_size)
+    found, expected = jvp(ours, (W,), (V,)), jvp(each, (W,), (V,))
+    close(found[0], expected[0])
+    close(found[1]["y"], expected[1]["y"])
+    close(jvp(grad(loss(ours)), (W,), (V,)), jvp(grad(loss(each)), (W,), (V,)))
+    summed = jvp(lambda w: plg.sum(mixed, w, XS, chunk_size=chunk_size), (W,), (V,))
+    close(summed[0], {k: v.to(torch.int64).sum(0) if k == "positive" else v.sum(0) for k, v in expected[0].items()})
+    close(summed[1]["y"], expected[1]["y"].sum(0))
+
+
+@pytest.mark.parametrize(
+    "stack",
+    [
+        lambda f: jvp(vmap(f, (None, 0)), (W, torch.stack([XS, XS.cos()])), (V, torch.ones(2, N, 3, dtype=f64))),
+        lambda f: jvp(lambda w: vmap(grad(lambda w, xs: f(w, xs).sum()), (None, 0))(w, XS[None]), (W,), (V,)),
+        lambda f: vmap(lambda v: jvp(grad(lambda w: f(w, XS).square().sum()), (W,), (v,))[1])(torch.stack([V, W])),
+        lambda f: jacfwd(lambda w: f(w, XS))(W),
+        lambda f: hessian(lambda w: f(w, XS).square().sum())(W),
+        lambda f: jvp(grad(grad(lambda w: f(w * torch.ones_like(W), XS).square().sum())), (W[0, 0],), (V[0, 0],)),
+        lambda f: jvp(lambda xs: f(W, xs), (XS,), (XS.sin(),)),
+        lambda f: jvp(lambda w: f(w, XS) + f(W, XS), (W,), (V,)),
+    ],
+    ids=["jvp vmap", "jvp vmap grad", "vmap jvp grad", "jacfwd", "hessian", "jvp grad grad", "of xs", "one of two"],
+)
+@pytest.mark.parametrize("chunk_size", [1, 2])
+def test_with_batches(stack, chunk_size):
+    close(stack(looped(body, chunk_size=chunk_size)), stack(plain(body)))
+
+
+def test_a_live_parameter_under_jvp():
+    """The gradient of a tangent, by .backward() around torch.func.jvp."""
+    grads = []
+    for loop in (looped(body), plain(body)):
+        w = W.clone().requires_grad_()
+        jvp(lambda w, loop=loop: loop(w, XS).square().sum(), (w,), (V,))[1].backward()
+        grads.append(w.grad)
+    close(*grads)
+
+
+def test_random_bodies_draw_once():
+    def noisy(w, x):
+        return torch.tanh(w @ x) * torch.rand(3, dtype=f64)
+
+    results = []
+    for loop in (looped(noisy), plain(noisy)):
+        torch.manual_seed(0)
+        results.append((jvp(grad(lambda w, loop=loop: loop(w, XS).square().sum()), (W,), (V,)), torch.rand(2)))
+    close(*results)
+
+
+def test_jacfwd_keeps_one_copy_of_the_outputs():
+    """The batch of tangents shares its primals, so each call of the body is one for primals that no batch has."""
+    shapes = []
+
+    def seen(w, x):
+        shapes.append(torch._C._functorch.is_batchedtensor(torch.func.debug_unwrap(w, recurse=False)))
+        return body(w, x)
+
+    jacfwd(lambda w: plg.map(seen, w, XS))(W)
+    assert shapes
+    assert not any(shapes[:N])
