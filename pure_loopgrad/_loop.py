@@ -82,7 +82,7 @@ def _apply_dual(loop: Loop, primals: Tensors, wrt: Mask, tangents: Tensors) -> t
 
 
 class _LoopFunction(torch.autograd.Function):
-    """The only autograd.Function of the library."""
+    """A loop as a function whose derivatives are loops."""
 
     @staticmethod
     def forward(loop: Loop, *inputs: Tensor) -> tuple[Tensor, ...]:
