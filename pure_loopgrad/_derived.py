@@ -108,7 +108,7 @@ class VjpBody:
 
 @dataclass(frozen=True)
 class JvpBody:
-    """The tangents of `base`'s outputs marked in `sums` and `stacks`, along those of the inputs `wrt`."""
+    """The tangents of `base`'s differentiable outputs, marked in `sums` and `stacks`, along those of inputs `wrt`."""
 
     base: ChunkBody
     n_consts: int
@@ -140,7 +140,7 @@ class JvpBody:
         return Labels([*base.consts, *consts], [*base.xs, *xs], sums, stacks)
 
     def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
-        _, tangents = push_forward(self, consts, xs, lambda _: (*self.sums, *self.stacks))
+        _, tangents = push_forward(self, consts, xs)
         return tangents[: self.n_sums], tangents[self.n_sums :]
 
 
@@ -171,25 +171,22 @@ class DualBody:
         return replace(tangents, sums=[*base.sums, *tangents.sums], stacks=[*base.stacks, *tangents.stacks])
 
     def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
-        (sums, stacks), found = push_forward(self, consts, xs, lambda ys: tuple(map(_tree.is_differentiable, ys)))
-        marks = tuple(map(_tree.is_differentiable, [*sums, *stacks]))
-        nothing = [*(y.new_zeros(()) for y in sums), *(y.new_zeros((y.shape[0], 0)) for y in stacks)]
-        tangents = put(nothing, marks, found)
-        return [*sums, *tangents[: len(sums)]], [*stacks, *tangents[len(sums) :]]
+        (sums, stacks), found = push_forward(self, consts, xs)
+        tangents = iter(found)
+        d_sums = [next(tangents) if _tree.is_differentiable(y) else y.new_zeros(()) for y in sums]
+        d_stacks = [next(tangents) if _tree.is_differentiable(y) else y.new_zeros((y.shape[0], 0)) for y in stacks]
+        return [*sums, *d_sums], [*stacks, *d_stacks]
 
 
-def push_forward(
-    body: JvpBody | DualBody, consts: Tensors, xs: Tensors, marks: Callable[[Tensors], Mask]
-) -> tuple[tuple[Tensors, Tensors], Tensors]:
-    """Runs the base. Returns its sums and stacks, and the tangents of those of them that are marked."""
+def push_forward(body: JvpBody | DualBody, consts: Tensors, xs: Tensors) -> tuple[tuple[Tensors, Tensors], Tensors]:
+    """Runs the base. Returns its sums and stacks, and the tangents of those of them that are differentiable."""
     inputs = [*consts[: body.n_consts], *xs[: body.n_xs]]
     tangents = (*consts[body.n_consts :], *xs[body.n_xs :])
 
     def outputs(*primals: Tensor) -> tuple[Any, Any]:
         full = put(inputs, body.wrt, primals)
         sums, stacks = body.base(full[: body.n_consts], full[body.n_consts :])
-        found = [*sums, *stacks]
-        return tuple(compress(found, marks(found))), (tuple(sums), tuple(stacks))
+        return tuple(filter(_tree.is_differentiable, (*sums, *stacks))), (tuple(sums), tuple(stacks))
 
     # with grad mode off, some ops choose a backward formula that has no forward derivative (silu)
     with torch.enable_grad():

@@ -10,47 +10,22 @@ such functions; it has no public way to make one. tests/test_private_torch.py sa
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._C._functorch import _unwrap_for_grad, _wrap_for_grad
-from torch._functorch.pyfunctorch import (
-    GradInterpreter,
-    JvpInterpreter,
-    VmapInterpreter,
-    retrieve_all_functorch_interpreters,
-    retrieve_current_functorch_interpreter,
-)
+from torch._functorch.pyfunctorch import GradInterpreter, retrieve_current_functorch_interpreter
 from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
-from pure_loopgrad._levels import active_levels
 from pure_loopgrad._linearise import Mask
 from pure_loopgrad._tree import is_differentiable
 from pure_loopgrad._user import Tensors
 
-Outputs: TypeAlias = "tuple[Tensor, ...]"
 unpack_dual: Any = forward_ad.unpack_dual  # torch leaves both untyped
 make_dual: Any = forward_ad.make_dual
 SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
-
-
-def innermost() -> Literal["grad", "jvp"] | None:
-    """The innermost transform, if it is one of these and a jvp is under way that one pass can serve.
-
-    Not where a vmap stands around the jvp: its batch often shares the primals and not the tangents (jacfwd), and one
-    pass for both would make a copy of the primal outputs for each of the batch.
-    """
-    if active_levels() == 0:
-        return None
-    stack = retrieve_all_functorch_interpreters()
-    jvps = [i for i, level in enumerate(stack) if isinstance(level, JvpInterpreter)]
-    if not jvps or any(isinstance(level, VmapInterpreter) for level in stack[: jvps[-1]]):
-        return None
-    if isinstance(stack[-1], JvpInterpreter):
-        return "jvp"
-    return "grad" if isinstance(stack[-1], GradInterpreter) else None
 
 
 def part(tensors: Tensors) -> tuple[list[Tensor], Mask, list[Tensor]]:
@@ -60,21 +35,21 @@ def part(tensors: Tensors) -> tuple[list[Tensor], Mask, list[Tensor]]:
     return [d.primal for d in duals], tuple(t is not None for t in tangents), [t for t in tangents if t is not None]
 
 
-def join(primals: Tensors, tangents: Tensors) -> Outputs:
+def join(primals: Tensors, tangents: Tensors) -> tuple[Tensor, ...]:
     """Gives each differentiable tensor its tangent, in the innermost jvp."""
     pairs = zip(primals, tangents, strict=True)
     return tuple(make_dual(p, t) if is_differentiable(p) else p for p, t in pairs)
 
 
-def apply_at_one_level(function: Any, static: object, tensors: Tensors) -> Outputs:
+def apply_at_one_level(function: Any, static: object, tensors: Tensors) -> tuple[Tensor, ...]:
     """Applies a SingleLevelFunction to tensors of the innermost transform, which is a gradient."""
     interpreter = cast(GradInterpreter, retrieve_current_functorch_interpreter())
     lifted, _ = interpreter.lift(unwrap_dead_wrappers(tuple(tensors)), {})
     with enable_single_level_autograd_function():
-        return cast(Outputs, function.apply(static, *lifted))
+        return cast("tuple[Tensor, ...]", function.apply(static, *lifted))
 
 
-def below_one_level(fn: Callable[[Tensors], Outputs], tensors: Tensors) -> Outputs:
+def below_one_level(fn: Callable[[Tensors], tuple[Tensor, ...]], tensors: Tensors) -> tuple[Tensor, ...]:
     """`fn` below the innermost transform, which is a gradient or a jvp; its outputs belong to that again."""
     interpreter = retrieve_current_functorch_interpreter()
     level = interpreter.level()

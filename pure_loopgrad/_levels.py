@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import (
+    GradInterpreter,
     JvpInterpreter,
     VmapInterpreter,
     retrieve_all_functorch_interpreters,
@@ -77,6 +79,23 @@ def draws_for_nobody(tensors: Sequence[Tensor]) -> str | None:
 
 def _is_batched_at(t: Tensor, level: int) -> bool:
     return any(torch._C._functorch.is_batchedtensor(layer) and level_of(layer) == level for layer in layers(t))
+
+
+def innermost_in_forward_mode() -> Literal["grad", "jvp"] | None:
+    """The innermost transform, if it is one of these and a jvp is under way that one pass can serve.
+
+    Not where a vmap stands around the jvp: its batch often shares the primals and not the tangents (jacfwd), and one
+    pass for both would make a copy of the primal outputs for each of the batch.
+    """
+    if active_levels() == 0:
+        return None
+    stack = retrieve_all_functorch_interpreters()
+    jvps = [i for i, level in enumerate(stack) if isinstance(level, JvpInterpreter)]
+    if not jvps or any(isinstance(level, VmapInterpreter) for level in stack[: jvps[-1]]):
+        return None
+    if isinstance(stack[-1], JvpInterpreter):
+        return "jvp"
+    return "grad" if isinstance(stack[-1], GradInterpreter) else None
 
 
 def is_recorded(tensors: Sequence[Tensor]) -> bool:

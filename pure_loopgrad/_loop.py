@@ -25,8 +25,8 @@ from pure_loopgrad._compile import RunChunk, chunk_runner
 from pure_loopgrad._derived import DualBody, JvpBody, VjpBody
 from pure_loopgrad._eager import eager
 from pure_loopgrad._early_stop import FEWEST_CHUNKS, EarlyStop
-from pure_loopgrad._forward_mode import SingleLevelFunction, apply_at_one_level, below_one_level, innermost, join, part
-from pure_loopgrad._levels import active_levels
+from pure_loopgrad._forward_mode import SingleLevelFunction, apply_at_one_level, below_one_level, join, part
+from pure_loopgrad._levels import active_levels, innermost_in_forward_mode
 from pure_loopgrad._linearise import Mask, put
 from pure_loopgrad._nonfinite import check_derivative, check_sums
 from pure_loopgrad._purity import refuse_changed_inputs
@@ -59,7 +59,7 @@ class Loop:
 
 
 def _apply(loop: Loop, tensors: Tensors) -> tuple[Tensor, ...]:
-    within = innermost()
+    within = innermost_in_forward_mode()
     if within == "grad":
         return apply_at_one_level(_GradFunction, loop, tensors)
     if within == "jvp":
@@ -71,12 +71,8 @@ def _apply_dual(loop: Loop, primals: Tensors, wrt: Mask, tangents: Tensors) -> t
     """One loop for the outputs and their tangents."""
     if not any(wrt):
         return below_one_level(lambda inner: _apply(loop, inner), primals)
-    nc, n_shared = loop.n_consts, sum(wrt[: loop.n_consts])
-    body = DualBody(loop.body, nc, len(primals) - nc, wrt)
-    dual = replace(loop, body=body, n_consts=nc + n_shared)
-    inputs = [*primals[:nc], *tangents[:n_shared], *primals[nc:], *tangents[n_shared:]]
-    found = below_one_level(lambda inner: _apply(dual, inner), inputs)
-    sums, stacks = found[: body.n_sums], found[body.n_sums :]
+    body = DualBody(loop.body, loop.n_consts, len(primals) - loop.n_consts, wrt)
+    sums, stacks = _with_more(loop, body, primals, tangents, sum(wrt[: loop.n_consts]))
     ns, ny = len(sums) // 2, len(stacks) // 2
     return join([*sums[:ns], *stacks[:ny]], [*sums[ns:], *stacks[ny:]])
 
@@ -160,9 +156,17 @@ def _derive(
     nc, ns = loop.n_consts, loop.body.n_sums
     body = kind(loop.body, nc, len(inputs) - nc, wrt, outs[:ns], outs[ns:])
     n_shared = sum(outs[:ns]) if kind is VjpBody else sum(wrt[:nc])
-    derived = replace(loop, body=body, n_consts=nc + n_shared, first_pass=False)
-    sums, stacks = derived([*inputs[:nc], *extra[:n_shared]], [*inputs[nc:], *extra[n_shared:]])
+    sums, stacks = _with_more(replace(loop, first_pass=False), body, inputs, extra, n_shared)
     return (*sums, *stacks)
+
+
+def _with_more(
+    loop: Loop, body: ChunkBody, inputs: Tensors, extra: Tensors, n_shared: int
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The loop with a derived body, which takes `extra` as well: `n_shared` consts, then xs."""
+    nc = loop.n_consts
+    derived = replace(loop, body=body, n_consts=nc + n_shared)
+    return derived([*inputs[:nc], *extra[:n_shared]], [*inputs[nc:], *extra[n_shared:]])
 
 
 @eager

@@ -7,7 +7,9 @@ import torch
 from torch.func import grad, hessian, jacfwd, jvp, vjp, vmap
 
 import pure_loopgrad as plg
-from pure_loopgrad.testing import count_calls
+from pure_loopgrad._levels import active_levels
+from pure_loopgrad.testing import count_calls, plain_map
+from pure_loopgrad.testing.plain import leaves
 
 f64 = torch.float64
 N = 5
@@ -22,14 +24,15 @@ def body(w, x):
 
 
 def plain(fn):
-    return lambda w, xs: torch.stack([fn(w, x) for x in xs])
+    return lambda w, xs: plain_map(fn, w, xs)
 
 
 def looped(fn, **options):
     return lambda w, xs: plg.map(fn, w, xs, **options)
 
 
-def close(found, expected):
+def assert_same(found, expected):
+    """Entry by entry, which is stricter than `plg.testing.assert_close`."""
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -48,17 +51,19 @@ STACKS = {
 
 
 @pytest.mark.parametrize("name", STACKS)
-@pytest.mark.parametrize("n_kept", [N, 0])
-def test_one_pass_for_outputs_and_tangents(name, n_kept):
+def test_one_pass_for_outputs_and_tangents(name):
     stack, calls = STACKS[name]
     counted = count_calls(body)
-    xs = XS[:n_kept]
-    found = stack(lambda w: looped(counted)(w, xs).square().sum())
-    if n_kept == 0:  # no rows to stack
-        assert all(t.eq(0).all() for t in torch.utils._pytree.tree_leaves(found))
-        return
-    close(found, stack(lambda w: plain(body)(w, xs).square().sum()))
+    found = stack(lambda w: looped(counted)(w, XS).square().sum())
+    assert_same(found, stack(lambda w: plain(body)(w, XS).square().sum()))
     assert counted.calls == calls * N
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_no_iterations(name):
+    found = leaves(STACKS[name][0](lambda w: looped(body)(w, XS[:0]).square().sum()))
+    assert found
+    assert all(t.eq(0).all() for t in found)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, None])
@@ -67,21 +72,20 @@ def test_outputs_without_a_derivative(chunk_size):
         y = w @ x
         return {"rank": y.argsort(), "y": y.sin(), "positive": y > 0}
 
-    def each(w):
-        rows = [mixed(w, x) for x in XS]
-        return {k: torch.stack([r[k] for r in rows]) for k in rows[0]}
-
     def loss(f):
         return lambda w: (lambda out: (out["y"] * out["rank"]).square().sum())(f(w))
 
     ours = lambda w: plg.map(mixed, w, XS, chunk_size=chunk_size)
+    each = lambda w: plain_map(mixed, w, XS)
     found, expected = jvp(ours, (W,), (V,)), jvp(each, (W,), (V,))
-    close(found[0], expected[0])
-    close(found[1]["y"], expected[1]["y"])
-    close(jvp(grad(loss(ours)), (W,), (V,)), jvp(grad(loss(each)), (W,), (V,)))
+    assert_same(found[0], expected[0])
+    assert_same(found[1]["y"], expected[1]["y"])
+    assert_same(jvp(grad(loss(ours)), (W,), (V,)), jvp(grad(loss(each)), (W,), (V,)))
     summed = jvp(lambda w: plg.sum(mixed, w, XS, chunk_size=chunk_size), (W,), (V,))
-    close(summed[0], {k: v.to(torch.int64).sum(0) if k == "positive" else v.sum(0) for k, v in expected[0].items()})
-    close(summed[1]["y"], expected[1]["y"].sum(0))
+    assert_same(
+        summed[0], {k: v.to(torch.int64).sum(0) if k == "positive" else v.sum(0) for k, v in expected[0].items()}
+    )
+    assert_same(summed[1]["y"], expected[1]["y"].sum(0))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +104,7 @@ def test_outputs_without_a_derivative(chunk_size):
 )
 @pytest.mark.parametrize("chunk_size", [1, 2])
 def test_with_batches(stack, chunk_size):
-    close(stack(looped(body, chunk_size=chunk_size)), stack(plain(body)))
+    assert_same(stack(looped(body, chunk_size=chunk_size)), stack(plain(body)))
 
 
 def test_a_live_parameter_under_jvp():
@@ -110,7 +114,7 @@ def test_a_live_parameter_under_jvp():
         w = W.clone().requires_grad_()
         jvp(lambda w, loop=loop: loop(w, XS).square().sum(), (w,), (V,))[1].backward()
         grads.append(w.grad)
-    close(*grads)
+    assert_same(*grads)
 
 
 def test_random_bodies_draw_once():
@@ -121,17 +125,17 @@ def test_random_bodies_draw_once():
     for loop in (looped(noisy), plain(noisy)):
         torch.manual_seed(0)
         results.append((jvp(grad(lambda w, loop=loop: loop(w, XS).square().sum()), (W,), (V,)), torch.rand(2)))
-    close(*results)
+    assert_same(*results)
 
 
 def test_jacfwd_keeps_one_copy_of_the_outputs():
-    """The batch of tangents shares its primals, so each call of the body is one for primals that no batch has."""
-    shapes = []
+    """The batch of tangents shares its primals, so their pass is apart, with no transform around the body."""
+    levels = []
 
     def seen(w, x):
-        shapes.append(torch._C._functorch.is_batchedtensor(torch.func.debug_unwrap(w, recurse=False)))
+        levels.append(active_levels())
         return body(w, x)
 
     jacfwd(lambda w: plg.map(seen, w, XS))(W)
-    assert shapes
-    assert not any(shapes[:N])
+    assert levels[:N] == [0] * N
+    assert len(levels) == 2 * N

@@ -13,8 +13,16 @@ from torch.overrides import TorchFunctionMode
 from pure_loopgrad._accumulate import with_storage
 from pure_loopgrad._capture import unwatched
 from pure_loopgrad._early_stop import Layout, NotComputed, Recording
-from pure_loopgrad._forward_mode import SingleLevelFunction, apply_at_one_level, below_one_level, innermost
-from pure_loopgrad._levels import active_levels, below_all_levels, draws_for_nobody, is_batched, is_wrapped, level_of
+from pure_loopgrad._forward_mode import SingleLevelFunction, apply_at_one_level, below_one_level
+from pure_loopgrad._levels import (
+    active_levels,
+    below_all_levels,
+    draws_for_nobody,
+    innermost_in_forward_mode,
+    is_batched,
+    is_wrapped,
+    level_of,
+)
 from pure_loopgrad.errors import ImpureBodyError
 
 
@@ -123,7 +131,9 @@ def test_a_function_of_a_single_level():
         @staticmethod
         def forward(static, x):
             def below(tensors):
-                seen.append((innermost(), static, forward_ad.unpack_dual(tensors[0]).tangent is not None))
+                seen.append(
+                    (innermost_in_forward_mode(), static, forward_ad.unpack_dual(tensors[0]).tangent is not None)
+                )
                 return (tensors[0] ** 3,)
 
             return below_one_level(below, (x,))
@@ -137,7 +147,7 @@ def test_a_function_of_a_single_level():
             return None, 3 * ctx.saved_tensors[0] ** 2 * cotangent
 
     def f(x):
-        seen.append(innermost())
+        seen.append(innermost_in_forward_mode())
         return apply_at_one_level(Cube, "static", [x])[0].sum()
 
     x = torch.full((2,), 2.0)
@@ -146,13 +156,13 @@ def test_a_function_of_a_single_level():
     torch.testing.assert_close((g, dg), (3 * x**2, 6 * x))
 
 
-def test_which_transform_is_innermost():
+def test_which_transform_is_innermost_in_forward_mode():
     seen = []
-    note = lambda x: (seen.append(innermost()), x.sin())[1]
+    note = lambda x: (seen.append(innermost_in_forward_mode()), x.sin())[1]
     x = torch.ones(())
     torch.func.grad(note)(x)
     torch.func.jvp(note, (x,), (x,))
     torch.func.jacfwd(note)(x)
     torch.func.grad(lambda x: torch.func.jvp(note, (x,), (x,))[1])(x)
     torch.func.jvp(torch.func.vmap(note), (x[None],), (x[None],))
-    assert (innermost(), *seen) == (None, None, "jvp", None, "jvp", None)
+    assert (innermost_in_forward_mode(), *seen) == (None, None, "jvp", None, "jvp", None)
