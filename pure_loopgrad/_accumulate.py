@@ -11,13 +11,13 @@ from torch import Tensor
 
 from pure_loopgrad._body import accumulation_dtype
 from pure_loopgrad._shapes import is_fake
-from pure_loopgrad._user import Tensors
+from pure_loopgrad._user import Tensors, Terms
 
 
 class Consumer(Protocol):
     """What takes a loop's chunks, in order."""
 
-    def add(self, iterations: range, sums: Tensors, stacks: Tensors) -> None:
+    def add(self, iterations: range, sums: Terms, stacks: Terms) -> None:
         """One chunk."""
 
     def leave_out(self, iterations: range) -> None:
@@ -37,7 +37,7 @@ class Outputs:
     started: bool = False
     left_out: list[range] = field(default_factory=list)
 
-    def add(self, iterations: range, sums: Tensors, stacks: Tensors) -> None:
+    def add(self, iterations: range, sums: Terms, stacks: Terms) -> None:
         """Adds one chunk; nothing of it is kept but what is copied, unless it is the only one."""
         if not self.started:
             only = len(iterations) == self.n
@@ -45,9 +45,13 @@ class Outputs:
             self.stacks = [Stack(self.n) for _ in stacks]
             self.started = True
         for total, term in zip(self.sums, sums, strict=True):
-            total.add(plain(term))
+            if term is not None:
+                total.add(plain(term))
         for stack, part in zip(self.stacks, stacks, strict=True):
-            stack.add(iterations, plain(part))
+            if part is None:
+                stack.clear([iterations])
+            else:
+                stack.add(iterations, plain(part))
 
     def leave_out(self, iterations: range) -> None:
         """Notes a chunk whose terms are zero."""

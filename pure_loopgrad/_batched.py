@@ -70,8 +70,10 @@ class VmapBody:
         draw, and do what has no batching rule.
         """
         dims = [*self.dims[base.n_consts : self.n_consts], *self.dims[self.n_consts + base.n_xs :]]
-        pullback = base.linearised(base.inputs(consts, xs))
-        over_batch = torch.func.vmap(lambda *c: tuple(pullback(c)), tuple(dims), randomness=self.randomness)
+        inputs = base.inputs(consts, xs)
+        pullback = base.linearised(inputs)
+        filled = lambda *c: tuple(base.filled(pullback(c), inputs))  # noqa: E731  # for vmap alone
+        over_batch = torch.func.vmap(filled, tuple(dims), randomness=self.randomness)
         sums, stacks = base.parted(over_batch(*base.cotangents(consts, xs)))
         return sums, [g.movedim(0, 1) for g in stacks]
 

@@ -25,10 +25,10 @@ from pure_loopgrad._identity import identity_of
 from pure_loopgrad._levels import active_levels
 from pure_loopgrad._run import Compile
 from pure_loopgrad._trace import Trace
-from pure_loopgrad._user import Tensors, UserBody
+from pure_loopgrad._user import Tensors, Terms, UserBody
 
 Function: TypeAlias = Callable[..., Any]
-RunChunk: TypeAlias = "Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]"
+RunChunk: TypeAlias = "Callable[[Tensors, Tensors], tuple[Terms, Terms]]"
 
 
 @dataclass

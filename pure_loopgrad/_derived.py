@@ -11,11 +11,11 @@ Each calls the body beneath it exactly once, so that the random numbers it draws
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import Any, ClassVar, Protocol, TypeAlias, cast
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,10 +25,11 @@ from pure_loopgrad._body import ChunkBody, Labels
 from pure_loopgrad._levels import is_recorded
 from pure_loopgrad._linearise import Mask, linearise, put, zeros_for_none
 from pure_loopgrad._shapes import Meta, Outline
-from pure_loopgrad._user import Tensors
+from pure_loopgrad._user import Tensors, Terms
 
 Within: TypeAlias = AbstractContextManager[object]
 WITHIN_NOTHING: Within = nullcontext()
+T = TypeVar("T")
 
 
 class HasPullback(Protocol):
@@ -73,7 +74,12 @@ class VjpBody:
         if self.base_has_pullback and not is_recorded([*consts, *xs]):
             base, cotangents = cast(HasPullback, self.base), self.cotangents(consts, xs)
             return base.pull_back(inputs, self.wrt, self.sums, cotangents), []
-        return self.parted(self.linearised(inputs, within)(self.cotangents(consts, xs)))
+        grads = self.linearised(inputs, within)(self.cotangents(consts, xs))
+        return self.parted(self.filled(grads, inputs))
+
+    def terms(self, consts: Tensors, xs: Tensors, within: Within) -> tuple[Terms, Terms]:
+        """The same with None for zero, where the outputs do not depend on an input: a head that only the loss uses."""
+        return self.parted(self.linearised(self.inputs(consts, xs), within)(self.cotangents(consts, xs)))
 
     def inputs(self, consts: Tensors, xs: Tensors) -> list[Tensor]:
         """Those of the base."""
@@ -83,7 +89,11 @@ class VjpBody:
         """Those of the marked outputs."""
         return [*consts[self.n_consts :], *xs[self.n_xs :]]
 
-    def parted(self, grads: Tensors) -> tuple[Tensors, Tensors]:
+    def filled(self, grads: Terms, inputs: Tensors) -> list[Tensor]:
+        """Gradients with zeros for None."""
+        return zeros_for_none(grads, list(compress(inputs, self.wrt)))
+
+    def parted(self, grads: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
         """The gradients of the base's consts, and those of its xs."""
         return grads[: self.n_sums], grads[self.n_sums :]
 
@@ -92,8 +102,10 @@ class VjpBody:
         """Whether the base knows a better way backward."""
         return hasattr(self.base, "pull_back")
 
-    def linearised(self, inputs: Tensors, within: Within = WITHIN_NOTHING) -> Callable[[Tensors], list[Tensor]]:
-        """Runs the base, and returns what takes cotangents to the gradients of the marked inputs; to be called once."""
+    def linearised(self, inputs: Tensors, within: Within = WITHIN_NOTHING) -> Callable[[Tensors], Terms]:
+        """Runs the base, and returns what takes cotangents to the gradients of the marked inputs, to be called
+        once; None stands for zero.
+        """
 
         def outputs(*primals: Tensor) -> tuple[Tensor, ...]:
             full = put(inputs, self.wrt, primals)
@@ -101,9 +113,8 @@ class VjpBody:
                 sums, stacks = self.base(full[: self.n_consts], full[self.n_consts :])
             return (*compress(sums, self.sums), *compress(stacks, self.stacks))
 
-        primals = list(compress(inputs, self.wrt))
-        _, pullback, _ = linearise(lambda *p: (outputs(*p), ()), primals)
-        return lambda cotangents: zeros_for_none(pullback(cotangents, True), primals)
+        _, pullback, _ = linearise(lambda *p: (outputs(*p), ()), list(compress(inputs, self.wrt)))
+        return lambda cotangents: pullback(cotangents, True)
 
 
 @dataclass(frozen=True)

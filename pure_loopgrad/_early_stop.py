@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 from pure_loopgrad._compile import RunChunk
-from pure_loopgrad._derived import VjpBody
+from pure_loopgrad._derived import WITHIN_NOTHING, VjpBody
 from pure_loopgrad._trace import Trace
-from pure_loopgrad._user import Tensors
+from pure_loopgrad._user import Tensors, Terms
 from pure_loopgrad.errors import ImpureBodyError
 
 aten = torch.ops.aten
@@ -169,27 +169,30 @@ class EarlyStop:
     def __post_init__(self) -> None:
         self.run = self._recorded
 
-    def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
+    def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Terms, Terms]:
         return self.run(consts, xs)
 
     def _recorded(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
         recording = Recording(self.trace)
         found = self.body(consts, xs, recording)
         self.start, self.tail = recording.start, recording.tail
-        self.run = self._stopped if recording.pays else self.body
+        self.run = self._stopped if recording.pays else self._whole
         return found
 
-    def _stopped(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
+    def _stopped(self, consts: Tensors, xs: Tensors) -> tuple[Terms, Terms]:
         stopping = Stopping(self.start, self.tail)
         try:
-            found = self.body(consts, xs, stopping)
+            found = self.body.terms(consts, xs, stopping)
             if not stopping.needed:
                 return found
         except Exception:  # ways to ask for data raise errors of many kinds; one of the user's own is raised once more
             if stopping.now < self.start:
                 raise
-        self.run = self.body
-        return self.body(consts, xs)
+        self.run = self._whole
+        return self._whole(consts, xs)
+
+    def _whole(self, consts: Tensors, xs: Tensors) -> tuple[Terms, Terms]:
+        return self.body.terms(consts, xs, WITHIN_NOTHING)
 
 
 def _described(tree: Any) -> Any:

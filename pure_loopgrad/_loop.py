@@ -33,7 +33,7 @@ from pure_loopgrad._purity import refuse_changed_inputs
 from pure_loopgrad._residuals import Residuals
 from pure_loopgrad._rng import RngTape
 from pure_loopgrad._trace import Trace, where
-from pure_loopgrad._user import Tensors
+from pure_loopgrad._user import Tensors, Terms
 from pure_loopgrad.errors import LoopGradError, add_note
 
 
@@ -213,9 +213,7 @@ def _runner(loop: Loop) -> RunChunk:
     return chunk_runner(body, trace)
 
 
-def _refuse_nonfinite(
-    loop: Loop, consts: Tensors, xs: Tensors, found: tuple[Tensors, Tensors], outputs: Consumer
-) -> None:
+def _refuse_nonfinite(loop: Loop, consts: Tensors, xs: Tensors, found: tuple[Terms, Terms], outputs: Consumer) -> None:
     """Of the chunk that has just run. What the user's body returns has been looked at already."""
     labels, iterations = loop.body.labels(), loop.trace.iterations
     names = [*labels.consts, *labels.xs]
@@ -228,7 +226,8 @@ def _refuse_nonfinite(
         return [*sums, *stacks], dict(zip(names, [*consts, *(x[0] for x in one)], strict=True))
 
     if loop.body.what != "forward pass":
-        named = list(zip([*labels.sums, *labels.stacks], [*found[0], *found[1]], strict=True))
+        pairs = zip([*labels.sums, *labels.stacks], [*found[0], *found[1]], strict=True)
+        named = [(label, t) for label, t in pairs if t is not None]
         inputs = dict(zip(names, [*consts, *(x[iterations.start : iterations.stop] for x in xs)], strict=True))
         phase = "forward mode" if loop.body.what == "jvp" else "backward"
         check_derivative(iterations, phase, named, rerun, inputs)
@@ -243,7 +242,7 @@ def _add_chunk(loop: Loop, run: RunChunk, outputs: Consumer, consts: Tensors, xs
         _refuse_nonfinite(loop, consts, xs, found, outputs)
 
 
-def _run_chunk(loop: Loop, run: RunChunk, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
+def _run_chunk(loop: Loop, run: RunChunk, consts: Tensors, xs: Tensors) -> tuple[Terms, Terms]:
     it, kept = loop.trace.iterations, loop.residuals
     try:
         if kept is not None:

@@ -20,6 +20,7 @@ from pure_loopgrad._trace import Trace, where
 from pure_loopgrad.errors import ImpureBodyError, LoopGradError, add_note
 
 Tensors: TypeAlias = Sequence[Tensor]
+Terms: TypeAlias = "Sequence[Tensor | None]"  # what a chunk contributes: None is zero, in all chunks but the first
 IMPURE = (
     "Every iteration, and every recomputation of it, must return the same structure, shapes and dtypes: look for a "
     "side effect (a Python counter, a changed global) or an output whose shape depends on the data; pad the latter"

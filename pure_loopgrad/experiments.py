@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import optree
 import torch
@@ -22,6 +22,7 @@ from pure_loopgrad._reduce import Body, Options, prepare
 from pure_loopgrad._task import GradBody, Task
 from pure_loopgrad._trace import first_pass_checked
 from pure_loopgrad._tree import PyTree
+from pure_loopgrad._user import Terms
 from pure_loopgrad.errors import LoopTypeError
 from pure_loopgrad.folds import Fold, norms
 
@@ -229,9 +230,13 @@ class _Folding:
     randomness: Randomness
     states: list[Any] = field(default_factory=list)
 
-    def add(self, iterations: range, sums: Sequence[Tensor], stacks: Sequence[Tensor]) -> None:
+    def add(self, iterations: range, sums: Terms, stacks: Terms) -> None:
         """Updates every fold by one chunk."""
-        task, transform, grads = self.task, self.transform, list(stacks)
+        task, transform, grads = (
+            self.task,
+            self.transform,
+            cast("list[Tensor]", list(stacks)),
+        )  # of GradBody, which gives zeros
         if transform is not None:
             one = lambda leaves: task.leaves(transform(task.trees(leaves)[0]))  # noqa: E731  # for vmap alone
             grads = torch.func.vmap(one, randomness=self.randomness)(grads)
