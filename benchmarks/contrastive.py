@@ -97,9 +97,11 @@ METHODS: dict[str, Method] = {
     "one full batch": by_backward(lambda p, xs: loss(p, body(p, xs)), setup),
     "torch.utils.checkpoint, chunks": by_backward(lambda p, xs: loss(p, checkpointed(p, xs)), setup),
     "gradient cache, chunks": gradient_cache(body, loss, setup, CHUNK),
+    "gradient cache, chunks of 256": gradient_cache(body, loss, setup, 256),
     "sentence-transformers, cached loss": sentence_transformers,
     "plg.value_and_grad, vmapped chunks": streaming(body, loss, setup, chunk_size=CHUNK),
     "plg.value_and_grad, batched chunks": streaming(body, loss, setup, chunk_size=CHUNK, batched=True),
+    "plg.value_and_grad, batched chunks of 256": streaming(body, loss, setup, chunk_size=256, batched=True),
     "plg.value_and_grad, batched chunks, the loss in chunks of 256": streaming(
         body, loss_in_chunks, setup, chunk_size=CHUNK, batched=True
     ),
