@@ -56,6 +56,12 @@ def reference(workload: Any, method: str, n: int) -> list[Tensor] | None:
     return exact
 
 
+def prepare_reference(workload_name: str, method: str, n: int) -> None:
+    """Computes the reference before the processes that need it, which would each do so, and without giving back."""
+    settle(KEEP)
+    reference(importlib.import_module(f"benchmarks.{workload_name}"), method, n)
+
+
 def measure(workload_name: str, method: str, n: int, what: str) -> dict[str, float]:
     """Time, memory or both; nothing where a package is missing."""
     settle(GIVE_BACK if what == "memory" else KEEP)
