@@ -17,10 +17,10 @@ demo: $(INSTALLED)
 	$(BIN)/python -m pure_loopgrad
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-thorough: $(INSTALLED)
-	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -n 2
+	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

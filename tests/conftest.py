@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 SLOW_DRAWS = [HealthCheck.too_slow, HealthCheck.data_too_large]  # a drawn case runs several transforms
 
 settings.register_profile(
-    "ci", max_examples=200, deadline=None, print_blob=True, derandomize=True, suppress_health_check=SLOW_DRAWS
+    "ci", max_examples=150, deadline=None, print_blob=True, derandomize=True, suppress_health_check=SLOW_DRAWS
 )
 settings.register_profile(
     "thorough", max_examples=2000, deadline=None, print_blob=True, suppress_health_check=SLOW_DRAWS
