@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.progress import track
 
-from benchmarks.measure import REFERENCE_FOLDER, measure, prepare_reference
+from benchmarks.measure import REFERENCE_FOLDER, measure, prepare_references
 from benchmarks.pairs import table_of_pairs
 from benchmarks.processes import Found, in_jax, in_process
 from benchmarks.report import Medians, Row, plot, table
@@ -54,8 +54,8 @@ def measure_all(workload: str, quick: bool, rounds: int) -> Medians:
 
 def add_memory(workload: str, runs: dict[Row, list[Found]], rows: list[Row]) -> None:
     """Memory and error repeat, whatever runs beside them: two at a time."""
-    for row in rows:
-        in_process(prepare_reference, workload, *row)
+    for n in {n for _, n in rows}:
+        in_process(prepare_references, workload, n)
     with ThreadPoolExecutor(2) as pool:
         found = pool.map(lambda row: in_process(measure, workload, *row, "memory"), rows)
         for row, more in zip(rows, track(found, description=f"{workload}: memory", total=len(rows)), strict=True):

@@ -56,10 +56,12 @@ def reference(workload: Any, method: str, n: int) -> list[Tensor] | None:
     return exact
 
 
-def prepare_reference(workload_name: str, method: str, n: int) -> None:
-    """Computes the reference before the processes that need it, which would each do so, and without giving back."""
+def prepare_references(workload_name: str, n: int) -> None:
+    """Computes them before the processes that need them, which would each do so, and without giving back."""
     settle(KEEP)
-    reference(importlib.import_module(f"benchmarks.{workload_name}"), method, n)
+    workload = importlib.import_module(f"benchmarks.{workload_name}")
+    for prefix in getattr(workload, "REFERENCES", {}):
+        reference(workload, prefix, n)
 
 
 def measure(workload_name: str, method: str, n: int, what: str) -> dict[str, float]:

@@ -158,7 +158,7 @@ class Stopping(TorchDispatchMode):  # type: ignore[no-untyped-call]  # the same
 
 @dataclass
 class EarlyStop:
-    """The pullback of a loop's chunks, one after the other, in one pass."""
+    """The pullback of a loop's chunks, one after the other, in one pass; zeros are left out but for the first."""
 
     body: VjpBody
     trace: Trace

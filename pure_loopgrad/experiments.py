@@ -232,11 +232,8 @@ class _Folding:
 
     def add(self, iterations: range, sums: Terms, stacks: Terms) -> None:
         """Updates every fold by one chunk."""
-        task, transform, grads = (
-            self.task,
-            self.transform,
-            cast("list[Tensor]", list(stacks)),
-        )  # of GradBody, which gives zeros
+        task, transform = self.task, self.transform
+        grads = cast("list[Tensor]", list(stacks))  # of GradBody, which leaves no zero out
         if transform is not None:
             one = lambda leaves: task.leaves(transform(task.trees(leaves)[0]))  # noqa: E731  # for vmap alone
             grads = torch.func.vmap(one, randomness=self.randomness)(grads)
