@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # see _counting
-from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 from pure_loopgrad._compile import RunChunk
@@ -60,8 +59,23 @@ class Step(NamedTuple):
     """One operation of a chunk, its tensors as `Layout`."""
 
     func: Any
-    inputs: Any
-    output: Any
+    args: list[Any]
+    kwargs: dict[str, Any]  # without tensors, in all of these operations
+    output: Layout
+
+    @classmethod
+    def of(cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Tensor) -> Step:
+        return cls(func, _described(args), kwargs, Layout.of(output))
+
+    def repeated_by(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether it is the same operation of the same kind of tensors."""
+        return func is self.func and kwargs == self.kwargs and _described(args) == self.args
+
+    @property
+    def work(self) -> float:
+        """The floating-point operations of a contraction."""
+        shapes = [leaf.shape if isinstance(leaf, Layout) else leaf for leaf in self.args]
+        return float(flop_registry[self.func.overloadpacket](*shapes, out_val=self.output.shape))
 
 
 class NotComputed(Tensor):
@@ -100,7 +114,6 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         count: how many operations there were.
         start: the number of the last contraction.
         tail: it and what follows; empty once its value was read.
-        work: its floating-point operations.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -108,7 +121,6 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         self.trace = trace
         self.count = self.start = 0
         self.tail: list[Step] = []
-        self.work = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -117,11 +129,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             return out
         if func in CONTRACTIONS:
             self.start, self.tail = self.count, []
-            self.work = flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
         elif func not in FOLLOWERS:
             self.tail = []
         if func in CONTRACTIONS or self.tail:
-            self.tail.append(Step(func, _described((args, kwargs)), _described(out)))
+            self.tail.append(Step.of(func, args, kwargs, out))
         self.count += 1
         return out
 
@@ -130,7 +141,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         """Whether the contraction takes longer than seeing every operation of a chunk, to leave it out."""
         if not self.tail:
             return False
-        return self.work >= self.count * WORTHWHILE.get(self.tail[0].output.device.type, WORTHWHILE["other"])
+        return self.tail[0].work >= self.count * WORTHWHILE.get(self.tail[0].output.device.type, WORTHWHILE["other"])
 
 
 class Stopping(TorchDispatchMode):  # type: ignore[no-untyped-call]  # the same
@@ -150,7 +161,7 @@ class Stopping(TorchDispatchMode):  # type: ignore[no-untyped-call]  # the same
             return func(*args, **(kwargs or {}))
         i = self.now - self.start
         expected = self.tail[i] if 0 <= i < len(self.tail) else None
-        if expected and func is expected.func and _described((args, kwargs or {})) == expected.inputs:
+        if expected and expected.repeated_by(func, args, kwargs or {}):
             return NotComputed(expected.output)
         self.needed |= taken
         return func(*args, **(kwargs or {}))  # raises, where something is taken that has no value
@@ -195,6 +206,6 @@ class EarlyStop:
         return self.body.terms(consts, xs, WITHIN_NOTHING)
 
 
-def _described(tree: Any) -> Any:
-    """Arguments or results with each tensor as its `Layout`."""
-    return tree_map(lambda leaf: Layout.of(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+def _described(args: Sequence[Any]) -> list[Any]:
+    """Arguments with each tensor as its `Layout`; none of these operations takes tensors in a list."""
+    return [Layout.of(a) if isinstance(a, Tensor) else a for a in args]

@@ -120,7 +120,13 @@ def test_a_tensor_without_data():
 def test_the_work_of_a_product():
     with Recording(SimpleNamespace(comparing=False)) as recording:
         torch.ones(2, 3) @ torch.ones(3, 5)
-    assert recording.work == 2 * 2 * 3 * 5
+    assert recording.tail[0].work == 2 * 2 * 3 * 5
+
+
+def test_the_work_of_a_convolution():
+    with Recording(SimpleNamespace(comparing=False)) as recording:
+        torch.nn.functional.conv2d(torch.ones(1, 2, 5, 5), torch.ones(3, 2, 3, 3), torch.ones(3))
+    assert recording.tail[0].work == 2 * (3 * 3 * 3) * (2 * 3 * 3)
 
 
 def test_a_function_of_a_single_level():
