@@ -76,7 +76,7 @@ class Chunk:
             ys = [scale_derivative(y, self._like(y, xs[n])) for y in ys]
         if self.reduce == "stack":
             return [], [y.unsqueeze(0) for y in ys] if self.how == "one" else ys
-        return [self._sum(y, self._like(y, xs[-1]) if self.weighted else None) for y in ys], []
+        return [self.term(y, self._like(y, xs[-1]) if self.weighted else None) for y in ys], []
 
     def _like(self, y: Tensor, numbers: Tensor) -> Tensor:
         """One number an iteration, so that they multiply its outputs."""
@@ -86,7 +86,7 @@ class Chunk:
 
     def _outputs(self, consts: Tensors, xs: Tensors) -> list[Tensor]:
         if self.how == "batched":
-            return self._checked(self.body(*consts, *xs), xs[0].shape[0])
+            return self.accepted(self.body(*consts, *xs), xs[0].shape[0])
         if self.how == "one":
             return self.body(*consts, *(x.squeeze(0) for x in xs))
         dims = (*(None for _ in consts), *(0 for _ in xs))
@@ -97,6 +97,20 @@ class Chunk:
         except Exception as error:
             add_note(error, VMAP_ADVICE)
             raise
+
+    def accepted(self, ys: list[Tensor], size: int) -> list[Tensor]:
+        """The outputs of `size` iterations.
+
+        Raises:
+            LoopValueError: the body is a batched one, and an output does not have the leading axis of its chunk.
+        """
+        for i, y in enumerate(ys if self.how == "batched" else ()):
+            if y.dim() == 0 or y.shape[0] != size:
+                raise LoopValueError(
+                    f"{self.body.output_paths()[i]} of a batched body has "
+                    f"{_tree.describe(y)}, but a chunk of {size} iterations needs a leading axis of {size}"
+                )
+        return ys
 
     def labels(self) -> Labels:
         inputs, outputs = self.body.input_paths(), self.body.output_paths()
@@ -118,21 +132,13 @@ class Chunk:
             wide = [d if d.is_floating_point or d.is_complex else xs[-1].dtype for d in wide]
         return [m._replace(dtype=d) for m, d in zip(shapes, wide, strict=True)], []
 
-    def _sum(self, y: Tensor, weights: Tensor | None = None) -> Tensor:
+    def term(self, y: Tensor, weights: Tensor | None = None) -> Tensor:
+        """What an output adds to its sum."""
         y = y.to(accumulation_dtype(y.dtype))
         if weights is not None:
             # a weight of zero keeps out what is not finite, and its own derivative stays y
             y = torch.where((weights == 0) & ~torch.isfinite(y), 0, y) * weights
         return y if self.how == "one" else y.sum(0, dtype=y.dtype)
-
-    def _checked(self, ys: list[Tensor], size: int) -> list[Tensor]:
-        for i, y in enumerate(ys):
-            if y.dim() == 0 or y.shape[0] != size:
-                raise LoopValueError(
-                    f"{self.body.output_paths()[i]} of a batched body has "
-                    f"{_tree.describe(y)}, but a chunk of {size} iterations needs a leading axis of {size}"
-                )
-        return ys
 
 
 @dataclass(frozen=True, eq=False)

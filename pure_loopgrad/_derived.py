@@ -23,12 +23,13 @@ from torch import Tensor
 from pure_loopgrad import _tree
 from pure_loopgrad._body import ChunkBody, Labels
 from pure_loopgrad._levels import is_recorded
-from pure_loopgrad._linearise import Mask, linearise, put, zeros_for_none
+from pure_loopgrad._linearise import Mask, gradients, linearise, put, zeros_for_none
 from pure_loopgrad._shapes import Meta, Outline
 from pure_loopgrad._user import Tensors, Terms
 
 Within: TypeAlias = AbstractContextManager[object]
 WITHIN_NOTHING: Within = nullcontext()
+PullBackTerms: TypeAlias = "Callable[..., tuple[Terms, Terms]]"  # (consts, xs, within=WITHIN_NOTHING)
 T = TypeVar("T")
 
 
@@ -77,9 +78,29 @@ class VjpBody:
         grads = self.linearised(inputs, within)(self.cotangents(consts, xs))
         return self.parted(self.filled(grads, inputs))
 
-    def terms(self, consts: Tensors, xs: Tensors, within: Within) -> tuple[Terms, Terms]:
-        """The same with None for zero, where the outputs do not depend on an input: a head that only the loss uses."""
-        return self.parted(self.linearised(self.inputs(consts, xs), within)(self.cotangents(consts, xs)))
+    def terms(self, base: Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]) -> PullBackTerms:
+        """The same for many chunks, on plain tensors and with grad mode off, with None for zero, where the outputs do
+        not depend on an input: a head that only the loss uses.
+
+        Args:
+            base: the base, or what does the same in fewer layers.
+        """
+        nc, nx, n_sums = self.n_consts, self.n_xs, self.n_sums
+        marked = [i for i, wanted in enumerate(self.wrt) if wanted]
+        recording = torch.enable_grad()
+
+        def pull_back(consts: Tensors, xs: Tensors, within: Within = WITHIN_NOTHING) -> tuple[Terms, Terms]:
+            inputs = [*consts[:nc], *xs[:nx]]
+            leaves = [inputs[i].detach().requires_grad_() for i in marked]
+            for i, leaf in zip(marked, leaves, strict=True):
+                inputs[i] = leaf
+            with recording, within:
+                sums, stacks = base(inputs[:nc], inputs[nc:])
+            outputs = [*compress(sums, self.sums), *compress(stacks, self.stacks)]
+            grads = gradients(outputs, leaves, [*consts[nc:], *xs[nx:]])
+            return grads[:n_sums], grads[n_sums:]
+
+        return pull_back
 
     def inputs(self, consts: Tensors, xs: Tensors) -> list[Tensor]:
         """Those of the base."""
@@ -95,7 +116,8 @@ class VjpBody:
 
     def parted(self, grads: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
         """The gradients of the base's consts, and those of its xs."""
-        return grads[: self.n_sums], grads[self.n_sums :]
+        n = self.n_sums
+        return grads[:n], grads[n:]
 
     @property
     def base_has_pullback(self) -> bool:

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # see _counting
 from torch.utils.flop_counter import flop_registry
 
+from pure_loopgrad._body import Chunk
 from pure_loopgrad._compile import RunChunk
-from pure_loopgrad._derived import WITHIN_NOTHING, VjpBody
+from pure_loopgrad._derived import PullBackTerms, VjpBody
+from pure_loopgrad._direct import direct
 from pure_loopgrad._trace import Trace
 from pure_loopgrad._user import Tensors, Terms
 from pure_loopgrad.errors import ImpureBodyError
@@ -168,42 +170,56 @@ class Stopping(TorchDispatchMode):  # type: ignore[no-untyped-call]  # the same
 
 
 @dataclass
-class EarlyStop:
-    """The pullback of a loop's chunks, one after the other, in one pass; zeros are left out but for the first."""
+class PullBackChunks:
+    """The pullback of a loop's chunks on plain tensors, one after the other, in one pass; zeros are left out but for
+    the first.
+    """
 
     body: VjpBody
     trace: Trace
+    n_chunks: int
     start: int = 0
     tail: Sequence[Step] = ()
     run: RunChunk = field(init=False)
+    terms: PullBackTerms = field(init=False)  # for the chunks behind the first one
 
     def __post_init__(self) -> None:
-        self.run = self._recorded
+        trace = self.trace
+        exact = trace.check != "all" and not trace.debug_nonfinite
+        stops = exact and trace.repeats and self.n_chunks >= FEWEST_CHUNKS
+        self.run = self._recorded if stops else self._first
 
     def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Terms, Terms]:
         return self.run(consts, xs)
 
+    def _first(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
+        found = self.body(consts, xs)
+        self._settle(xs)
+        return found
+
     def _recorded(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
         recording = Recording(self.trace)
         found = self.body(consts, xs, recording)
+        self._settle(xs)
         self.start, self.tail = recording.start, recording.tail
-        self.run = self._stopped if recording.pays else self._whole
+        if recording.pays:
+            self.run = self._stopped
         return found
+
+    def _settle(self, xs: Tensors) -> None:
+        self.run = self.terms = self.body.terms(direct(cast(Chunk, self.body.base), xs[0].shape[0]))
 
     def _stopped(self, consts: Tensors, xs: Tensors) -> tuple[Terms, Terms]:
         stopping = Stopping(self.start, self.tail)
         try:
-            found = self.body.terms(consts, xs, stopping)
+            found = self.terms(consts, xs, stopping)
             if not stopping.needed:
                 return found
         except Exception:  # ways to ask for data raise errors of many kinds; one of the user's own is raised once more
             if stopping.now < self.start:
                 raise
-        self.run = self._whole
-        return self._whole(consts, xs)
-
-    def _whole(self, consts: Tensors, xs: Tensors) -> tuple[Terms, Terms]:
-        return self.body.terms(consts, xs, WITHIN_NOTHING)
+        self.run = self.terms
+        return self.terms(consts, xs)
 
 
 def _described(args: Sequence[Any]) -> list[Any]:

@@ -54,11 +54,19 @@ class PlainPullback:
         return PlainPullback(list(compress(self.outputs, given)), list(compress(self.leaves, wanted)))
 
     def __call__(self, cotangents: Sequence[Tensor], last: bool) -> Sequence[Tensor | None]:
-        recorded = [o.requires_grad for o in self.outputs]  # an output may not depend on any leaf
-        if not any(recorded):
-            return [None] * len(self.leaves)
-        outputs, given = list(compress(self.outputs, recorded)), list(compress(cotangents, recorded))
-        return torch.autograd.grad(outputs, self.leaves, given, retain_graph=not last, allow_unused=True)
+        return gradients(self.outputs, self.leaves, cotangents, last)
+
+
+def gradients(
+    outputs: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Sequence[Tensor], last: bool = True
+) -> Sequence[Tensor | None]:
+    """`torch.autograd.grad` for outputs that need not depend on any leaf; it may walk the graph again if not `last`."""
+    recorded = [o.requires_grad for o in outputs]
+    if not all(recorded):
+        outputs, cotangents = list(compress(outputs, recorded)), list(compress(cotangents, recorded))
+    if not outputs:
+        return [None] * len(leaves)
+    return torch.autograd.grad(outputs, leaves, cotangents, retain_graph=not last, allow_unused=True)
 
 
 def zeros_for_none(grads: Sequence[Tensor | None], primals: Sequence[Tensor]) -> list[Tensor]:

@@ -23,8 +23,9 @@ from pure_loopgrad._capture import version_of
 from pure_loopgrad._chunks import chunks, slices
 from pure_loopgrad._compile import RunChunk, chunk_runner
 from pure_loopgrad._derived import DualBody, JvpBody, VjpBody
+from pure_loopgrad._direct import RunChunks
 from pure_loopgrad._eager import eager
-from pure_loopgrad._early_stop import FEWEST_CHUNKS, EarlyStop
+from pure_loopgrad._early_stop import PullBackChunks
 from pure_loopgrad._forward_mode import SingleLevelFunction, apply_at_one_level, below_one_level, join, part
 from pure_loopgrad._levels import active_levels, innermost_in_forward_mode
 from pure_loopgrad._linearise import Mask, put
@@ -184,32 +185,34 @@ def _run(loop: Loop, consts: Tensors, xs: Tensors) -> tuple[list[Tensor], list[T
 def stream(loop: Loop, consts: Tensors, xs: Tensors, outputs: Consumer) -> None:
     """Runs the chunks in order and hands each over, to be added up, stacked or folded."""
     versions = [version_of(t) for t in (*consts, *xs)]
-    run = _runner(loop)
+    trace, run = loop.trace, _runner(loop)
     random_numbers = loop.tape.recording if loop.first_pass else loop.tape.replaying
-    with _effects.running(loop.trace, recomputation=not loop.first_pass), random_numbers(loop.trace.sources) as rng:
+    idle = () if loop.first_pass else loop.idle
+    report = trace.progress if loop.n == trace.n else None  # a part of a scan reports its steps itself
+    with _effects.running(trace, recomputation=not loop.first_pass), random_numbers(trace.sources) as rng:
         pieces = zip(chunks(loop.n, loop.chunk_size), slices(xs, loop.n, loop.chunk_size), strict=True)
         for i, (iterations, chunk) in enumerate(pieces):
-            if not loop.first_pass and loop.idle and all(loop.idle[iterations.start : iterations.stop]):
+            if idle and all(idle[iterations.start : iterations.stop]):
                 outputs.leave_out(iterations)
                 continue
-            loop.trace.iterations = iterations
+            trace.iterations = iterations
             rng.start(i)
             _add_chunk(loop, run, outputs, consts, xs, chunk)
             rng.finish(i)
-            if loop.trace.progress is not None and loop.n == loop.trace.n:  # a part of a scan reports its steps itself
-                loop.trace.progress(iterations.stop, loop.n, loop.body.what)
-    loop.trace.draws = loop.trace.draws or bool(loop.tape.states)
+            if report is not None:
+                report(iterations.stop, loop.n, loop.body.what)
+    trace.draws = trace.draws or bool(loop.tape.states)
     refuse_changed_inputs(versions, (*consts, *xs))
 
 
 def _runner(loop: Loop) -> RunChunk:
-    """How a pass runs its chunks: compiled, stopped early, or as they are."""
+    """How a pass runs its chunks: compiled, as pullbacks of plain tensors, or as they are."""
     trace, body = loop.trace, loop.body
-    of_body = isinstance(body, VjpBody) and isinstance(body.base, Chunk)
-    plain = trace.compile is False and not torch.is_grad_enabled() and active_levels() == 0
-    exact = trace.check != "all" and not trace.debug_nonfinite
-    if of_body and plain and exact and trace.repeats and loop.n >= FEWEST_CHUNKS * loop.chunk_size:
-        return EarlyStop(cast(VjpBody, body), trace)
+    if trace.compile is False and not torch.is_grad_enabled() and active_levels() == 0:
+        if isinstance(body, Chunk):
+            return RunChunks(body)
+        if isinstance(body, VjpBody) and isinstance(body.base, Chunk):
+            return PullBackChunks(body, trace, -(-loop.n // loop.chunk_size))
     return chunk_runner(body, trace)
 
 
@@ -236,26 +239,27 @@ def _refuse_nonfinite(loop: Loop, consts: Tensors, xs: Tensors, found: tuple[Ter
 
 def _add_chunk(loop: Loop, run: RunChunk, outputs: Consumer, consts: Tensors, xs: Tensors, chunk: Tensors) -> None:
     """A call of its own, so that nothing refers to a chunk when the next one starts."""
-    found = _run_chunk(loop, run, consts, chunk)
-    outputs.add(loop.trace.iterations, *found)
-    if loop.trace.debug_nonfinite:
-        _refuse_nonfinite(loop, consts, xs, found, outputs)
-
-
-def _run_chunk(loop: Loop, run: RunChunk, consts: Tensors, xs: Tensors) -> tuple[Terms, Terms]:
-    it, kept = loop.trace.iterations, loop.residuals
+    trace = loop.trace
+    # a shorter last chunk has shapes of its own, for which it is not worth compiling
+    call = run if len(trace.iterations) == loop.chunk_size else loop.body
     try:
-        if kept is not None:
-            chunk = it.start // loop.chunk_size
-            if loop.first_pass and kept.wants(chunk, loop.body):
-                return kept.record(chunk, consts, xs)
-            if not loop.first_pass and kept.holds(chunk, loop.body):
-                return kept.pull_back(chunk, cast(VjpBody, loop.body), consts, xs)
-        # a shorter last chunk has shapes of its own, for which it is not worth compiling
-        call = run if len(it) == loop.chunk_size else loop.body
-        return call(consts, xs)
+        found = _run_or_keep(loop, call, consts, chunk) if loop.residuals else call(consts, chunk)
     except LoopGradError:
         raise
     except Exception as error:
-        add_note(error, f"in the {loop.body.what} of {where(loop.trace)}, chunk_size={loop.chunk_size}")
+        add_note(error, f"in the {loop.body.what} of {where(trace)}, chunk_size={loop.chunk_size}")
         raise
+    outputs.add(trace.iterations, *found)
+    if trace.debug_nonfinite:
+        _refuse_nonfinite(loop, consts, xs, found, outputs)
+
+
+def _run_or_keep(loop: Loop, call: RunChunk, consts: Tensors, xs: Tensors) -> tuple[Terms, Terms]:
+    """A chunk whose graph may be recorded in the first pass, for the vjp to find."""
+    kept = cast(Residuals, loop.residuals)
+    chunk = loop.trace.iterations.start // loop.chunk_size
+    if loop.first_pass and kept.wants(chunk, loop.body):
+        return kept.record(chunk, consts, xs)
+    if not loop.first_pass and kept.holds(chunk, loop.body):
+        return kept.pull_back(chunk, cast(VjpBody, loop.body), consts, xs)
+    return call(consts, xs)

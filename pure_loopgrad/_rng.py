@@ -76,7 +76,7 @@ def source_of(generator: Any) -> Source:
 
 def _default(device: torch.device) -> Source:
     if device == CPU:
-        return Source(torch.get_rng_state, torch.set_rng_state)
+        return Source(torch.default_generator.get_state, torch.set_rng_state)
     module = torch.get_device_module(device)
     return Source(lambda: module.get_rng_state(device), lambda state: module.set_rng_state(state, device))
 
@@ -90,7 +90,11 @@ def _bytes(value: Any) -> bytes:
 
 def moved(before: State, after: State) -> bool:
     """Whether some generator was drawn from between two states."""
-    return any(_bytes(a) != _bytes(b) for a, b in zip(before, after, strict=True))
+    return _readable(before) != _readable(after)
+
+
+def _readable(state: State) -> list[bytes]:
+    return [_bytes(value) for value in state]
 
 
 @dataclass
@@ -102,7 +106,8 @@ class RngTape:
     @contextmanager
     def recording(self, sources: Sources) -> Iterator[_Recorder]:
         """The first pass: states are noted, the global stream moves on as in a plain loop."""
-        yield _Recorder(self, sources, sources.state())
+        state = sources.state()
+        yield _Recorder(self, sources, state, _readable(state))
 
     @contextmanager
     def replaying(self, sources: Sources) -> Iterator[_Player]:
@@ -122,15 +127,17 @@ class _Recorder:
     tape: RngTape
     sources: Sources
     before: State
+    read: list[bytes]  # what `before` holds, to be read once
 
     def start(self, chunk: int) -> None:
         """Nothing to do: `finish` of the chunk before has left the right state."""
 
     def finish(self, chunk: int) -> None:
         after = self.sources.state()
-        if moved(self.before, after):
+        read = _readable(after)
+        if read != self.read:
             self.tape.states[chunk] = self.before
-            self.before = after
+            self.before, self.read = after, read
 
 
 @dataclass

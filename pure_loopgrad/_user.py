@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -21,6 +24,7 @@ from pure_loopgrad.errors import ImpureBodyError, LoopGradError, add_note
 
 Tensors: TypeAlias = Sequence[Tensor]
 Terms: TypeAlias = "Sequence[Tensor | None]"  # what a chunk contributes: None is zero, in all chunks but the first
+NOTHING = nullcontext()
 IMPURE = (
     "Every iteration, and every recomputation of it, must return the same structure, shapes and dtypes: look for a "
     "side effect (a Python counter, a changed global) or an output whose shape depends on the data; pad the latter"
@@ -41,10 +45,11 @@ class UserBody:
         if torch.compiler.is_dynamo_compiling():
             return self._traced(tensors)
         trace = self.trace
-        if not trace.settled:
-            with trace.ambient.restored():
-                return self._called(tensors, trace)
-        return self._called(tensors, trace)
+        trace.effects.cursor = 0
+        if trace.settled and trace.outputs is not None and not trace.checking and not trace.debug_nonfinite:
+            return self.accepted(self._output(tensors, checking=False), tensors)  # as nearly always
+        with NOTHING if trace.settled else trace.ambient.restored():
+            return self._examined(tensors)
 
     def _traced(self, tensors: Tensors) -> list[Tensor]:
         """Inside a chunk that is compiled, which is none of those that are checked: nothing but the body itself, and
@@ -53,7 +58,7 @@ class UserBody:
         trace = self.trace
         assert trace.outputs is not None
         with torch.set_grad_enabled(trace.grad_mode):
-            out = self.fn(*self._arguments(tensors))
+            out = self.fn(*[skeleton.fill(tensors[part]) for skeleton, part in self._parts])
         found = trace.outputs.template.take(out)
         device = tensors[0].device if tensors else None
         leaves = [y if isinstance(y, Tensor) else torch.tensor(y, device=device) for y in found]
@@ -62,16 +67,11 @@ class UserBody:
                 raise ImpureBodyError("an output has changed")  # the eager run that follows says which
         return leaves
 
-    def _called(self, tensors: Tensors, trace: Trace) -> list[Tensor]:
-        checking, trace.effects.cursor = trace.checking, 0
+    def _examined(self, tensors: Tensors) -> list[Tensor]:
+        """The same with what the first iteration shows, and what is looked at in those that are checked."""
+        trace, checking = self.trace, self.trace.checking
         before = trace.sources.state() if trace.compile is not False and trace.outputs is None else None
-        if trace.grad_mode and not torch.is_grad_enabled():
-            # the caller's grad mode, as in a plain loop; inputs are detached, so that this records nothing by itself
-            with torch.enable_grad():
-                leaves, spec = self._outputs(tensors, checking)
-        else:
-            leaves, spec = self._outputs(tensors, checking)
-        self._compare_with_first(leaves, spec)
+        leaves = self.accepted(self._output(tensors, checking), tensors)
         if before is not None:
             trace.draws = moved(before, trace.sources.state())
         if checking:
@@ -81,15 +81,27 @@ class UserBody:
             check_outputs(trace.iterations, outputs, dict(zip(self.input_paths(), tensors, strict=True)), self.leading)
         return leaves
 
-    def _outputs(self, tensors: Tensors, checking: bool) -> tuple[list[Tensor], _tree.TreeSpec]:
+    def _output(self, tensors: Tensors, checking: bool) -> Any:
+        # the grad mode of the caller, as in a plain loop; inputs are detached, so that this records nothing by itself
+        recording = self.trace.grad_mode and not torch.is_grad_enabled()
         try:
-            out = self._checked(tensors) if checking else self.fn(*self._arguments(tensors))
+            with torch.enable_grad() if recording else NOTHING:
+                return self._checked(tensors) if checking else self.fn(*self._arguments(tensors))
         except LoopGradError:
             raise
         except Exception as error:
-            add_note(error, self._situation(tensors))
+            add_note(error, self.situation(tensors))
             raise
-        return _tree.numbers_to_tensors(out, tensors, "output")
+
+    def accepted(self, out: Any, tensors: Tensors) -> list[Tensor]:
+        """The output's leaves, which are like those of the first call.
+
+        Raises:
+            ImpureBodyError: they are not.
+        """
+        leaves, spec = _tree.numbers_to_tensors(out, tensors, "output")
+        self._compare_with_first(leaves, spec)
+        return leaves
 
     def _checked(self, tensors: Tensors) -> Any:
         trace = self.trace
@@ -103,7 +115,7 @@ class UserBody:
         trace.sight.note_captured(watch)
         return out
 
-    def _situation(self, tensors: Tensors) -> str:
+    def situation(self, tensors: Tensors) -> str:
         """Where the body raised, and what it was given."""
         given = "; ".join(f"{p} has {_tree.describe(t)}" for p, t in zip(self.input_paths(), tensors, strict=True))
         when = f"{'recomputed ' if recomputing() else ''}{where(self.trace)} of {self.trace.n}"
@@ -120,11 +132,18 @@ class UserBody:
         return self.trace.outputs.tensor_paths("output")
 
     def _arguments(self, tensors: Tensors) -> list[Any]:
-        parts, start = [], 0
-        for skeleton in self.args:
-            parts.append(skeleton.fill(tensors[start : start + skeleton.n_tensors]))
-            start += skeleton.n_tensors
-        return parts
+        return [fill(tensors[part]) for fill, part in self.fills]
+
+    @functools.cached_property
+    def fills(self) -> list[tuple[Callable[[Tensors], Any], slice]]:
+        """For each argument, what makes it of which tensors."""
+        return [(skeleton.filler, part) for skeleton, part in self._parts]
+
+    @functools.cached_property
+    def _parts(self) -> list[tuple[_tree.Skeleton, slice]]:
+        """For each argument, which tensors are its own."""
+        ends = list(accumulate((skeleton.n_tensors for skeleton in self.args), initial=0))
+        return [(skeleton, slice(a, b)) for skeleton, a, b in zip(self.args, ends, ends[1:], strict=False)]
 
     def _compare_with_first(self, leaves: list[Tensor], spec: _tree.TreeSpec) -> None:
         trace = self.trace

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pure_loopgrad as plg
-from pure_loopgrad import _early_stop, _loop
+from pure_loopgrad import _early_stop
 from pure_loopgrad.testing import assert_close
 
 N = 8
@@ -155,7 +155,7 @@ def test_the_last_product_is_left_out(name, chunk_size, monkeypatch):
     with Counted() as stopped:
         found = gradients(loop)
     assert_close(found, gradients(plain(body)), rtol=1e-12 if name != "in another precision" else 1e-6)
-    monkeypatch.setattr(_loop, "FEWEST_CHUNKS", N + 1)
+    monkeypatch.setattr(_early_stop, "FEWEST_CHUNKS", N + 1)
     with Counted() as full:
         gradients(loop)
     left_out = N // chunk_size - 1  # the first chunk is recorded
