@@ -155,7 +155,7 @@ def _is_expanded(t: Tensor) -> bool:
 
 def plain(t: Tensor) -> Tensor:
     """A chunk's output as an ordinary tensor without a graph."""
-    return with_storage(t.detach()) if t.requires_grad or t._is_zerotensor() else t
+    return with_storage(t.detach() if t.requires_grad else t)
 
 
 def with_storage(t: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ Each calls the body beneath it exactly once, so that the random numbers it draws
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, cast
@@ -25,11 +25,11 @@ from pure_loopgrad._body import ChunkBody, Labels
 from pure_loopgrad._levels import is_recorded
 from pure_loopgrad._linearise import Mask, gradients, linearise, put, zeros_for_none
 from pure_loopgrad._shapes import Meta, Outline
-from pure_loopgrad._user import Tensors, Terms
+from pure_loopgrad._user import NOTHING, Tensors, Terms
 
 Within: TypeAlias = AbstractContextManager[object]
-WITHIN_NOTHING: Within = nullcontext()
-PullBackTerms: TypeAlias = "Callable[..., tuple[Terms, Terms]]"  # (consts, xs, within=WITHIN_NOTHING)
+RunBody: TypeAlias = "Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]"
+PullBackTerms: TypeAlias = "Callable[..., tuple[Terms, Terms]]"  # (consts, xs, within=NOTHING)
 T = TypeVar("T")
 
 
@@ -70,7 +70,7 @@ class VjpBody:
         grads = [f"the gradient of {name}" for name in compress([*base.consts, *base.xs], self.wrt)]
         return Labels([*base.consts, *sums], [*base.xs, *stacks], grads[: self.n_sums], grads[self.n_sums :])
 
-    def __call__(self, consts: Tensors, xs: Tensors, within: Within = WITHIN_NOTHING) -> tuple[Tensors, Tensors]:
+    def __call__(self, consts: Tensors, xs: Tensors, within: Within = NOTHING) -> tuple[Tensors, Tensors]:
         inputs = self.inputs(consts, xs)
         if self.base_has_pullback and not is_recorded([*consts, *xs]):
             base, cotangents = cast(HasPullback, self.base), self.cotangents(consts, xs)
@@ -78,7 +78,7 @@ class VjpBody:
         grads = self.linearised(inputs, within)(self.cotangents(consts, xs))
         return self.parted(self.filled(grads, inputs))
 
-    def terms(self, base: Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]) -> PullBackTerms:
+    def terms(self, base: RunBody) -> PullBackTerms:
         """The same for many chunks, on plain tensors and with grad mode off, with None for zero, where the outputs do
         not depend on an input: a head that only the loss uses.
 
@@ -89,7 +89,7 @@ class VjpBody:
         marked = [i for i, wanted in enumerate(self.wrt) if wanted]
         recording = torch.enable_grad()
 
-        def pull_back(consts: Tensors, xs: Tensors, within: Within = WITHIN_NOTHING) -> tuple[Terms, Terms]:
+        def pull_back(consts: Tensors, xs: Tensors, within: Within = NOTHING) -> tuple[Terms, Terms]:
             inputs = [*consts[:nc], *xs[:nx]]
             leaves = [inputs[i].detach().requires_grad_() for i in marked]
             for i, leaf in zip(marked, leaves, strict=True):
@@ -124,7 +124,7 @@ class VjpBody:
         """Whether the base knows a better way backward."""
         return hasattr(self.base, "pull_back")
 
-    def linearised(self, inputs: Tensors, within: Within = WITHIN_NOTHING) -> Callable[[Tensors], Terms]:
+    def linearised(self, inputs: Tensors, within: Within = NOTHING) -> Callable[[Tensors], Terms]:
         """Runs the base, and returns what takes cotangents to the gradients of the marked inputs, to be called
         once; None stands for zero.
         """

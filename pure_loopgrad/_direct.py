@@ -7,18 +7,14 @@ over a small CNN, 16 patches at a time. All that they ask has the same answer fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from pure_loopgrad._body import Chunk
 from pure_loopgrad._compile import RunChunk
-from pure_loopgrad._levels import active_levels
-from pure_loopgrad._user import NOTHING, Tensors, Terms
-from pure_loopgrad.errors import LoopGradError, add_note
+from pure_loopgrad._derived import RunBody
+from pure_loopgrad._user import Tensors, Terms
 
 
 @dataclass
@@ -40,31 +36,20 @@ class RunChunks:
         return found
 
 
-def direct(chunk: Chunk, size: int) -> Any:
-    """The same as `chunk` for later chunks of `size` iterations, where there is nothing to do but to call the body."""
+def direct(chunk: Chunk, size: int) -> RunBody:
+    """The same as `chunk` for later chunks of `size` iterations, outside of all transforms."""
     user, trace = chunk.body, chunk.body.trace
-    looked_at = trace.check == "all" or trace.debug_nonfinite or trace.outputs is None or not trace.settled
-    if looked_at or chunk.how == "vmap" or chunk.weighted or chunk.grad_weighted or active_levels() > 0:
+    if trace.examines_all or not trace.settled or chunk.how == "vmap" or chunk.weighted or chunk.grad_weighted:
         return chunk
     one, stacked = chunk.how == "one", chunk.reduce == "stack"
-    fn, fills, effects, recording = user.fn, user.fills, trace.effects, torch.enable_grad()
-    assert trace.outputs is not None
     shape, dtype, device = None, None, None
-    if trace.outputs.spec.is_leaf():
+    if trace.outputs is not None and trace.outputs.spec.is_leaf():
         shape, dtype, device = trace.shapes[0]
         shape = shape if one else (size, *shape)
 
-    def run(consts: Tensors, xs: Tensors) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    def run(consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
         given = [*consts, *([x.squeeze(0) for x in xs] if one else xs)]
-        effects.cursor = 0
-        try:
-            with recording if trace.grad_mode and not torch.is_grad_enabled() else NOTHING:
-                out = fn(*[fill(given[part]) for fill, part in fills])
-        except LoopGradError:
-            raise
-        except Exception as error:
-            add_note(error, user.situation(given))
-            raise
+        out = user.output(given)
         if isinstance(out, Tensor) and out.shape == shape and out.dtype == dtype and out.device == device:
             ys = [out]
         else:

@@ -185,8 +185,7 @@ class PullBackChunks:
 
     def __post_init__(self) -> None:
         trace = self.trace
-        exact = trace.check != "all" and not trace.debug_nonfinite
-        stops = exact and trace.repeats and self.n_chunks >= FEWEST_CHUNKS
+        stops = not trace.examines_all and trace.repeats and self.n_chunks >= FEWEST_CHUNKS
         self.run = self._recorded if stops else self._first
 
     def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Terms, Terms]:

@@ -59,6 +59,11 @@ class Trace:
         return self.check == "all" or (self.check == "first" and self.iterations.start == 0)
 
     @property
+    def examines_all(self) -> bool:
+        """Whether something is looked at in every iteration, and not in the first one alone."""
+        return self.check == "all" or self.debug_nonfinite
+
+    @property
     def repeats(self) -> bool:
         """Whether a chunk may run once more, or in part: it draws nothing, and has no effects."""
         return not self.draws and not self.effects.found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -41,20 +40,15 @@ class Skeleton:
         """The same in plain Python."""
         return Template(self.fill([Slot(i) for i in range(self.n_tensors)]), self.n_tensors)
 
-    @functools.cached_property
-    def filler(self) -> Callable[[Sequence[Any]], PyTree]:
-        """`fill` for many calls."""
-        if self.n_tensors == len(self.static):  # as nearly always
-            return operator.itemgetter(0) if self.spec.is_leaf() else self.spec.unflatten
-        return self._fill_among_others
-
     def fill(self, tensors: Sequence[Any]) -> PyTree:
         """Puts one value back where each tensor was."""
-        return self.template.fill(tensors) if torch.compiler.is_dynamo_compiling() else self.filler(tensors)
-
-    def _fill_among_others(self, tensors: Sequence[Any]) -> PyTree:
+        if torch.compiler.is_dynamo_compiling():
+            return self.template.fill(tensors)
+        if self.n_tensors == len(self.static):  # as nearly always; this runs in every iteration
+            return tensors[0] if self.spec.is_leaf() else self.spec.unflatten(tensors)
         values = iter(tensors)
-        return self.spec.unflatten([next(values) if leaf is _HOLE else leaf for leaf in self.static])
+        leaves = [next(values) if leaf is _HOLE else leaf for leaf in self.static]
+        return self.spec.unflatten(leaves)
 
     def fill_only(self, tensors: Sequence[Any]) -> PyTree:
         """Like `fill`, with None for every leaf that is not a tensor: the shape of a gradient."""

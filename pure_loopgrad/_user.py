@@ -45,9 +45,8 @@ class UserBody:
         if torch.compiler.is_dynamo_compiling():
             return self._traced(tensors)
         trace = self.trace
-        trace.effects.cursor = 0
         if trace.settled and trace.outputs is not None and not trace.checking and not trace.debug_nonfinite:
-            return self.accepted(self._output(tensors, checking=False), tensors)  # as nearly always
+            return self.accepted(self.output(tensors), tensors)  # as nearly always
         with NOTHING if trace.settled else trace.ambient.restored():
             return self._examined(tensors)
 
@@ -58,7 +57,7 @@ class UserBody:
         trace = self.trace
         assert trace.outputs is not None
         with torch.set_grad_enabled(trace.grad_mode):
-            out = self.fn(*[skeleton.fill(tensors[part]) for skeleton, part in self._parts])
+            out = self.fn(*self._arguments(tensors))
         found = trace.outputs.template.take(out)
         device = tensors[0].device if tensors else None
         leaves = [y if isinstance(y, Tensor) else torch.tensor(y, device=device) for y in found]
@@ -71,7 +70,7 @@ class UserBody:
         """The same with what the first iteration shows, and what is looked at in those that are checked."""
         trace, checking = self.trace, self.trace.checking
         before = trace.sources.state() if trace.compile is not False and trace.outputs is None else None
-        leaves = self.accepted(self._output(tensors, checking), tensors)
+        leaves = self.accepted(self.output(tensors), tensors)
         if before is not None:
             trace.draws = moved(before, trace.sources.state())
         if checking:
@@ -81,16 +80,19 @@ class UserBody:
             check_outputs(trace.iterations, outputs, dict(zip(self.input_paths(), tensors, strict=True)), self.leading)
         return leaves
 
-    def _output(self, tensors: Tensors, checking: bool) -> Any:
+    def output(self, tensors: Tensors) -> Any:
+        """What the body returns; an error of its own is raised with the iteration and the shapes."""
+        trace = self.trace
+        trace.effects.cursor = 0
         # the grad mode of the caller, as in a plain loop; inputs are detached, so that this records nothing by itself
-        recording = self.trace.grad_mode and not torch.is_grad_enabled()
+        recording = trace.grad_mode and not torch.is_grad_enabled()
         try:
             with torch.enable_grad() if recording else NOTHING:
-                return self._checked(tensors) if checking else self.fn(*self._arguments(tensors))
+                return self._checked(tensors) if trace.checking else self.fn(*self._arguments(tensors))
         except LoopGradError:
             raise
         except Exception as error:
-            add_note(error, self.situation(tensors))
+            add_note(error, self._situation(tensors))
             raise
 
     def accepted(self, out: Any, tensors: Tensors) -> list[Tensor]:
@@ -115,7 +117,7 @@ class UserBody:
         trace.sight.note_captured(watch)
         return out
 
-    def situation(self, tensors: Tensors) -> str:
+    def _situation(self, tensors: Tensors) -> str:
         """Where the body raised, and what it was given."""
         given = "; ".join(f"{p} has {_tree.describe(t)}" for p, t in zip(self.input_paths(), tensors, strict=True))
         when = f"{'recomputed ' if recomputing() else ''}{where(self.trace)} of {self.trace.n}"
@@ -132,12 +134,7 @@ class UserBody:
         return self.trace.outputs.tensor_paths("output")
 
     def _arguments(self, tensors: Tensors) -> list[Any]:
-        return [fill(tensors[part]) for fill, part in self.fills]
-
-    @functools.cached_property
-    def fills(self) -> list[tuple[Callable[[Tensors], Any], slice]]:
-        """For each argument, what makes it of which tensors."""
-        return [(skeleton.filler, part) for skeleton, part in self._parts]
+        return [skeleton.fill(tensors[part]) for skeleton, part in self._parts]
 
     @functools.cached_property
     def _parts(self) -> list[tuple[_tree.Skeleton, slice]]:
