@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,  # the public way to see every operation, in spite of its name
-)
 from torch.utils._pytree import tree_leaves
 
+from pure_loopgrad._modes import OperationMode, compiled_run_eagerly
 
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Follows the storage of every tensor that an operation makes, until it is freed.
+
+class LiveBytes(OperationMode):
+    """Follows the storage of every tensor that an operation makes, until it is freed. Compiled functions, whose
+    operations nobody sees, run as they were written.
 
     Attributes:
         now: bytes that live.
@@ -22,15 +23,25 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # the same
+        super().__init__()
         self.now: int = 0
         self.peak: int = 0
         self._known: dict[int, int] = {}
+        self._eager: AbstractContextManager[None] = compiled_run_eagerly()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __enter__(self) -> LiveBytes:
+        self._eager.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._eager.__exit__(*error)
+
+    def handle(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         for t in tree_leaves((args, kwargs)):
             self._follow(t, made_here=False)
-        out = func(*args, **(kwargs or {}))
+        out = func(*args, **kwargs)
         for t in tree_leaves(out):
             self._follow(t, made_here=True)
         return out

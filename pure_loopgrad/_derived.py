@@ -12,7 +12,6 @@ Each calls the body beneath it exactly once, so that the random numbers it draws
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, cast
@@ -25,11 +24,10 @@ from pure_loopgrad._body import ChunkBody, Labels
 from pure_loopgrad._levels import is_recorded
 from pure_loopgrad._linearise import Mask, gradients, linearise, put, zeros_for_none
 from pure_loopgrad._shapes import Meta, Outline
-from pure_loopgrad._user import NOTHING, Tensors, Terms
+from pure_loopgrad._user import Tensors, Terms
 
-Within: TypeAlias = AbstractContextManager[object]
 RunBody: TypeAlias = "Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]"
-PullBackTerms: TypeAlias = "Callable[..., tuple[Terms, Terms]]"  # (consts, xs, within=NOTHING)
+PullBackTerms: TypeAlias = "Callable[[Tensors, Tensors], tuple[Terms, Terms]]"
 T = TypeVar("T")
 
 
@@ -70,12 +68,12 @@ class VjpBody:
         grads = [f"the gradient of {name}" for name in compress([*base.consts, *base.xs], self.wrt)]
         return Labels([*base.consts, *sums], [*base.xs, *stacks], grads[: self.n_sums], grads[self.n_sums :])
 
-    def __call__(self, consts: Tensors, xs: Tensors, within: Within = NOTHING) -> tuple[Tensors, Tensors]:
+    def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
         inputs = self.inputs(consts, xs)
         if self.base_has_pullback and not is_recorded([*consts, *xs]):
             base, cotangents = cast(HasPullback, self.base), self.cotangents(consts, xs)
             return base.pull_back(inputs, self.wrt, self.sums, cotangents), []
-        grads = self.linearised(inputs, within)(self.cotangents(consts, xs))
+        grads = self.linearised(inputs)(self.cotangents(consts, xs))
         return self.parted(self.filled(grads, inputs))
 
     def terms(self, base: RunBody) -> PullBackTerms:
@@ -89,12 +87,12 @@ class VjpBody:
         marked = [i for i, wanted in enumerate(self.wrt) if wanted]
         recording = torch.enable_grad()
 
-        def pull_back(consts: Tensors, xs: Tensors, within: Within = NOTHING) -> tuple[Terms, Terms]:
+        def pull_back(consts: Tensors, xs: Tensors) -> tuple[Terms, Terms]:
             inputs = [*consts[:nc], *xs[:nx]]
             leaves = [inputs[i].detach().requires_grad_() for i in marked]
             for i, leaf in zip(marked, leaves, strict=True):
                 inputs[i] = leaf
-            with recording, within:
+            with recording:
                 sums, stacks = base(inputs[:nc], inputs[nc:])
             outputs = [*compress(sums, self.sums), *compress(stacks, self.stacks)]
             grads = gradients(outputs, leaves, [*consts[nc:], *xs[nx:]])
@@ -124,15 +122,14 @@ class VjpBody:
         """Whether the base knows a better way backward."""
         return hasattr(self.base, "pull_back")
 
-    def linearised(self, inputs: Tensors, within: Within = NOTHING) -> Callable[[Tensors], Terms]:
+    def linearised(self, inputs: Tensors) -> Callable[[Tensors], Terms]:
         """Runs the base, and returns what takes cotangents to the gradients of the marked inputs, to be called
         once; None stands for zero.
         """
 
         def outputs(*primals: Tensor) -> tuple[Tensor, ...]:
             full = put(inputs, self.wrt, primals)
-            with within:
-                sums, stacks = self.base(full[: self.n_consts], full[self.n_consts :])
+            sums, stacks = self.base(full[: self.n_consts], full[self.n_consts :])
             return (*compress(sums, self.sums), *compress(stacks, self.stacks))
 
         _, pullback, _ = linearise(lambda *p: (outputs(*p), ()), list(compress(inputs, self.wrt)))

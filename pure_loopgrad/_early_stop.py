@@ -17,13 +17,14 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode  # see _counting
 from torch.utils.flop_counter import flop_registry
 
 from pure_loopgrad._body import Chunk
 from pure_loopgrad._compile import RunChunk
-from pure_loopgrad._derived import PullBackTerms, VjpBody
+from pure_loopgrad._counting import id_of
+from pure_loopgrad._derived import RunBody, VjpBody
 from pure_loopgrad._direct import direct
+from pure_loopgrad._modes import OperationMode
 from pure_loopgrad._trace import Trace
 from pure_loopgrad._user import Tensors, Terms
 from pure_loopgrad.errors import ImpureBodyError
@@ -109,64 +110,90 @@ class NotComputed(Tensor):
     __dlpack__ = _refuse
 
 
-class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+class Recording(OperationMode):
     """Follows the operations of a chunk, and notes its last contraction with those that follow it.
 
     Attributes:
         count: how many operations there were.
         start: the number of the last contraction.
         tail: it and what follows; empty once its value was read.
+        made: the storages of what these return.
+        reached: whether an output of the chunk is among them. Else something takes them that is not seen here, as
+            functions that the user has compiled.
     """
 
     def __init__(self, trace: Trace) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # the same
+        super().__init__()
         self.trace = trace
         self.count = self.start = 0
         self.tail: list[Step] = []
+        self.made: set[int] = set()
+        self.reached = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def around(self, base: RunBody) -> RunBody:
+        """The same as `base`, recorded."""
+
+        def run(consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
+            with self:
+                sums, stacks = base(consts, xs)
+            self.reached = any(id_of(y.untyped_storage()) in self.made for y in (*sums, *stacks))
+            return sums, stacks
+
+        return run
+
+    def handle(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         if self.trace.comparing:
             return out
         if func in CONTRACTIONS:
-            self.start, self.tail = self.count, []
+            self.start, self.tail, self.made = self.count, [], set()
         elif func not in FOLLOWERS:
             self.tail = []
         if func in CONTRACTIONS or self.tail:
             self.tail.append(Step.of(func, args, kwargs, out))
+            self.made.add(id_of(out.untyped_storage()))
         self.count += 1
         return out
 
     @property
     def pays(self) -> bool:
         """Whether the contraction takes longer than seeing every operation of a chunk, to leave it out."""
-        if not self.tail:
+        if not self.tail or not self.reached:
             return False
         return self.tail[0].work >= self.count * WORTHWHILE.get(self.tail[0].output.device.type, WORTHWHILE["other"])
 
 
-class Stopping(TorchDispatchMode):  # type: ignore[no-untyped-call]  # the same
+class Stopping(OperationMode):
     """Runs a chunk but for its last contraction, the operation number `start`, and for those after it that take it."""
 
     def __init__(self, start: int, tail: Sequence[Step]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # the same
+        super().__init__()
         self.start = start
         self.tail = tail
         self.now = -1
         self.needed = False  # kept here as well, since a body may catch what is raised
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def around(self, base: RunBody) -> RunBody:
+        """The same as `base` for one chunk after the other, each stopped."""
+
+        def run(consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
+            self.now, self.needed = -1, False
+            with self:
+                return base(consts, xs)
+
+        return run
+
+    def handle(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         self.now += 1
         taken = NotComputed in types
         if self.now != self.start and not taken:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         i = self.now - self.start
         expected = self.tail[i] if 0 <= i < len(self.tail) else None
-        if expected and expected.repeated_by(func, args, kwargs or {}):
+        if expected and expected.repeated_by(func, args, kwargs):
             return NotComputed(expected.output)
         self.needed |= taken
-        return func(*args, **(kwargs or {}))  # raises, where something is taken that has no value
+        return func(*args, **kwargs)  # raises, where something is taken that has no value
 
 
 @dataclass
@@ -178,10 +205,7 @@ class PullBackChunks:
     body: VjpBody
     trace: Trace
     n_chunks: int
-    start: int = 0
-    tail: Sequence[Step] = ()
     run: RunChunk = field(init=False)
-    terms: PullBackTerms = field(init=False)  # for the chunks behind the first one
 
     def __post_init__(self) -> None:
         trace = self.trace
@@ -193,32 +217,37 @@ class PullBackChunks:
 
     def _first(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
         found = self.body(consts, xs)
-        self._settle(xs)
+        self.run = self.body.terms(self._later(xs))
         return found
 
     def _recorded(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
         recording = Recording(self.trace)
-        found = self.body(consts, xs, recording)
-        self._settle(xs)
-        self.start, self.tail = recording.start, recording.tail
+        sums, stacks = self.body.terms(recording.around(self.body.base))(consts, xs)
+        later = self._later(xs)
+        self.run = in_full = self.body.terms(later)
         if recording.pays:
-            self.run = self._stopped
-        return found
+            self.run = self._stopping(later, in_full, Stopping(recording.start, recording.tail))
+        return self.body.parted(self.body.filled([*sums, *stacks], self.body.inputs(consts, xs)))
 
-    def _settle(self, xs: Tensors) -> None:
-        self.run = self.terms = self.body.terms(direct(cast(Chunk, self.body.base), xs[0].shape[0]))
+    def _later(self, xs: Tensors) -> RunBody:
+        return direct(cast(Chunk, self.body.base), xs[0].shape[0])
 
-    def _stopped(self, consts: Tensors, xs: Tensors) -> tuple[Terms, Terms]:
-        stopping = Stopping(self.start, self.tail)
-        try:
-            found = self.terms(consts, xs, stopping)
-            if not stopping.needed:
-                return found
-        except Exception:  # ways to ask for data raise errors of many kinds; one of the user's own is raised once more
-            if stopping.now < self.start:
-                raise
-        self.run = self.terms
-        return self.terms(consts, xs)
+    def _stopping(self, later: RunBody, in_full: RunChunk, stopping: Stopping) -> RunChunk:
+        """Each chunk but for its last contraction, until some chunk needs that."""
+        in_part = self.body.terms(stopping.around(later))
+
+        def run(consts: Tensors, xs: Tensors) -> tuple[Terms, Terms]:
+            try:
+                found = in_part(consts, xs)
+                if not stopping.needed:
+                    return found
+            except Exception:  # ways to ask for data raise errors of many kinds; one of the user's own is raised again
+                if stopping.now < stopping.start:
+                    raise
+            self.run = in_full
+            return in_full(consts, xs)
+
+        return run
 
 
 def _described(args: Sequence[Any]) -> list[Any]:

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pure_loopgrad import _tree
 from pure_loopgrad._counting import LiveBytes
 from pure_loopgrad._loop import pull_back_loop
+from pure_loopgrad._modes import compiled_run_eagerly
 from pure_loopgrad._reduce import Body, Options, prepare
 from pure_loopgrad._run import Run
 from pure_loopgrad._shapes import without_data
@@ -56,7 +57,7 @@ class Subject:
         tensors, skeleton = _tree.split(self.params)
         x_tensors, x_skeleton = _tree.split(self.xs)
         try:
-            with without_data() as mode:
+            with compiled_run_eagerly(), without_data() as mode:
                 params = skeleton.fill([mode.from_tensor(t.detach()) for t in tensors])
                 one = [mode.from_tensor(x) for x in x_tensors]
                 return run(params, lambda n: x_skeleton.fill([x.new_empty((n, *x.shape[1:])) for x in one]))
