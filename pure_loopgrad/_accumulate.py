@@ -38,7 +38,9 @@ class Outputs:
     left_out: list[range] = field(default_factory=list)
 
     def add(self, iterations: range, sums: Terms, stacks: Terms) -> None:
-        """Adds one chunk; nothing of it is kept but what is copied, unless it is the only one."""
+        """Adds one chunk; nothing of it is kept but what is copied, unless it is the only one, so that the later ones
+        need not be plain.
+        """
         if not self.started:
             only = len(iterations) == self.n
             self.sums = [Sum(only) for _ in sums]
@@ -46,12 +48,12 @@ class Outputs:
             self.started = True
         for total, term in zip(self.sums, sums, strict=True):
             if term is not None:
-                total.add(plain(term))
+                total.add(plain(term) if total.total is None else term)
         for stack, part in zip(self.stacks, stacks, strict=True):
             if part is None:
                 stack.clear([iterations])
             else:
-                stack.add(iterations, plain(part))
+                stack.add(iterations, plain(part) if stack.buffer is None else part)
 
     def leave_out(self, iterations: range) -> None:
         """Notes a chunk whose terms are zero."""

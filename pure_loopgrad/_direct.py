@@ -47,13 +47,15 @@ def direct(chunk: Chunk, size: int) -> RunBody:
         shape, dtype, device = trace.shapes[0]
         shape = shape if one else (size, *shape)
 
+    output = user.unchecked()
+
     def run(consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
-        given = [*consts, *([x.squeeze(0) for x in xs] if one else xs)]
-        out = user.output(given)
+        x = [x.squeeze(0) for x in xs] if one else xs
+        out = output(consts, x)
         if isinstance(out, Tensor) and out.shape == shape and out.dtype == dtype and out.device == device:
             ys = [out]
         else:
-            ys = chunk.accepted(user.accepted(out, given), size)
+            ys = chunk.accepted(user.accepted(out, [*consts, *x]), size)
         if stacked:
             return (), [y.unsqueeze(0) for y in ys] if one else ys
         return [chunk.term(y) for y in ys], ()

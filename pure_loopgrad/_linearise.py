@@ -76,10 +76,10 @@ def gradients(
     if has_torch_function((*outputs, *leaves)):
         return torch.autograd.grad(outputs, leaves, cotangents, retain_graph=not last, allow_unused=True)
     keep_graph, create_graph, allow_unused = not last, False, True
-    found = ENGINE.run_backward(
+    found: tuple[Tensor | None, ...] = ENGINE.run_backward(
         tuple(outputs), tuple(cotangents), keep_graph, create_graph, tuple(leaves), allow_unused, accumulate_grad=False
     )
-    return cast("tuple[Tensor | None, ...]", found)
+    return found
 
 
 def zeros_for_none(grads: Sequence[Tensor | None], primals: Sequence[Tensor]) -> list[Tensor]:

@@ -7,6 +7,7 @@ mode runs as it is, not only then: dynamo gives its code up for good.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -34,6 +35,9 @@ class OperationMode(_Handler, TorchDispatchMode):  # type: ignore[no-untyped-cal
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]  # the same
 
+    def __new__(cls, *_: Any) -> Self:
+        return cast("Self", object.__new__(_beside_dynamo(cast(Any, cls)) if "torch._dynamo" in sys.modules else cls))
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # the same
 
@@ -48,6 +52,12 @@ class OperationMode(_Handler, TorchDispatchMode):  # type: ignore[no-untyped-cal
     def ignore_compile_internals(cls) -> bool:
         """Compiled functions stay compiled, and the mode sees what they run of torch's own operations."""
         return True
+
+
+@functools.cache
+def _beside_dynamo(cls: Any) -> type[OperationMode]:
+    """A class whose handler torch wraps, so that dynamo does not compile it."""
+    return type(cls.__name__, (cls,), {"__torch_dispatch__": cls.__torch_dispatch__})
 
 
 def compiled_run_eagerly() -> AbstractContextManager[None]:

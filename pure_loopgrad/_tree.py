@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Protocol, TypeAlias
 
 import optree
@@ -49,6 +50,12 @@ class Skeleton:
         values = iter(tensors)
         leaves = [next(values) if leaf is _HOLE else leaf for leaf in self.static]
         return self.spec.unflatten(leaves)
+
+    def filling(self) -> Callable[[Sequence[Any]], PyTree]:
+        """`fill`, with what it asks decided once."""
+        if self.n_tensors != len(self.static):
+            return self.fill
+        return itemgetter(0) if self.spec.is_leaf() else self.spec.unflatten
 
     def fill_only(self, tensors: Sequence[Any]) -> PyTree:
         """Like `fill`, with None for every leaf that is not a tensor: the shape of a gradient."""

@@ -89,11 +89,30 @@ class UserBody:
         try:
             with torch.enable_grad() if recording else NOTHING:
                 return self._checked(tensors) if trace.checking else self.fn(*self._arguments(tensors))
-        except LoopGradError:
-            raise
         except Exception as error:
-            add_note(error, self._situation(tensors))
+            self._note_situation(error, tensors)
             raise
+
+    def unchecked(self) -> Callable[[Tensors, Tensors], Any]:
+        """`output`, of the tensors of params and of x, for iterations that are not checked; what all of these share is
+        looked up once.
+        """
+        fn, effects, grad_mode = self.fn, self.trace.effects, self.trace.grad_mode
+        fill_params, fill_x = (skeleton.filling() for skeleton in self.args)
+        recording = torch.enable_grad()
+
+        def output(params: Tensors, x: Tensors) -> Any:
+            effects.cursor = 0
+            try:
+                if not grad_mode or torch.is_grad_enabled():
+                    return fn(fill_params(params), fill_x(x))
+                with recording:
+                    return fn(fill_params(params), fill_x(x))
+            except Exception as error:
+                self._note_situation(error, [*params, *x])
+                raise
+
+        return output
 
     def accepted(self, out: Any, tensors: Tensors) -> list[Tensor]:
         """The output's leaves, which are like those of the first call.
@@ -117,11 +136,13 @@ class UserBody:
         trace.sight.note_captured(watch)
         return out
 
-    def _situation(self, tensors: Tensors) -> str:
-        """Where the body raised, and what it was given."""
+    def _note_situation(self, error: Exception, tensors: Tensors) -> None:
+        """Adds to an error of the body where it was raised, and what was given."""
+        if isinstance(error, LoopGradError):
+            return
         given = "; ".join(f"{p} has {_tree.describe(t)}" for p, t in zip(self.input_paths(), tensors, strict=True))
         when = f"{'recomputed ' if recomputing() else ''}{where(self.trace)} of {self.trace.n}"
-        return f"raised by the body in {when}, where {given or 'nothing is given'}"
+        add_note(error, f"raised by the body in {when}, where {given or 'nothing is given'}")
 
     def input_paths(self) -> list[str]:
         """The path of each tensor that the body is given."""

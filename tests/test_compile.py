@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch._inductor import config as inductor
 
 import pure_loopgrad as plg
-from pure_loopgrad.testing import assert_close
+from pure_loopgrad.testing import assert_close, peak_bytes
 
 W = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 XS = torch.randn(5, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -123,6 +123,46 @@ def test_a_compiled_body_stays_compiled():
     assert len(graphs) == first
 
 
+def some_memory_measured(compiled, w, xs):
+    peak_bytes(lambda: plg.map(compiled, w, xs))
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        lambda compiled, w, xs: plg.value_and_grad(compiled, lambda _, y: y.sum())(w, xs),
+        lambda compiled, w, xs: plg.value_and_grad(compiled, lambda _, y: y.sum(), run=plg.Run(save=200))(w, xs),
+        lambda compiled, w, xs: plg.plan(compiled, w, xs),
+        some_memory_measured,
+    ],
+)
+def test_a_compiled_body_runs_compiled_in_every_chunk(before):
+    """A mode that sees operations makes dynamo give up what is called under it, for good, unless it is told not to."""
+    runs = []
+
+    def backend(graph, inputs):
+        def run(*tensors):
+            runs.append(1)
+            return graph(*tensors)
+
+        return run
+
+    def body(w, x):
+        return torch.tanh(w @ x)
+
+    xs = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    w = torch.eye(3) + 0.5
+    compiled = torch.compile(body, backend=backend)
+    gradient = plg.value_and_grad(compiled, lambda _, y: y.sum(), run=plg.Run(check="off"))
+    before(compiled, w, xs)
+    runs.clear()
+    found = gradient(w, xs)[1]
+    assert len(runs) == 2 * 8
+    live = w.clone().requires_grad_()
+    torch.stack([body(live, x) for x in xs]).sum().backward()
+    assert_close(found, live.grad, rtol=1e-6)  # in float32
+
+
 def test_compiling_loads_no_compiler_by_itself():
     """To import torch._dynamo takes a second, which only those who compile should wait."""
     import subprocess  # only here
@@ -131,6 +171,9 @@ def test_compiling_loads_no_compiler_by_itself():
     program = """
 import sys, torch, pure_loopgrad as plg
 plg.map(lambda w, x: w * x, torch.ones(2, requires_grad=True), torch.ones(3, 2)).sum().backward()
+plg.value_and_grad(lambda w, x: w * x, lambda _, y: y.sum(), run=plg.Run(save=16))(torch.ones(2), torch.ones(8, 2))
+from pure_loopgrad.testing import peak_bytes
+peak_bytes(lambda: torch.ones(2) + 1)
 assert "torch._dynamo" not in sys.modules
 """
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

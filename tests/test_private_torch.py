@@ -23,6 +23,7 @@ from pure_loopgrad._levels import (
     is_wrapped,
     level_of,
 )
+from pure_loopgrad._linearise import ENGINE
 from pure_loopgrad.errors import ImpureBodyError
 
 
@@ -70,6 +71,19 @@ def test_a_pullback_can_free_its_graph():
     _, pullback = torch.func.vjp(torch.exp, x)
     (g,) = pullback(x, retain_graph=False)
     torch.testing.assert_close(g, x.exp())
+
+
+def test_the_engine_of_autograd():
+    """Called as `gradients` does, it gives what torch.autograd.grad gives, and looks at shapes itself."""
+    w, x = torch.arange(3.0).requires_grad_(), torch.ones(3, requires_grad=True)
+    y = w * w
+    for keep_graph in (True, False):
+        dw, dx = ENGINE.run_backward((y,), (torch.ones(3),), keep_graph, False, (w, x), True, accumulate_grad=False)
+        assert (dw.tolist(), dx, w.grad) == ([0, 2, 4], None, None)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y, w, torch.ones(3))
+    with pytest.raises(RuntimeError, match="invalid gradient"):
+        ENGINE.run_backward((w * w,), (torch.ones(4),), False, False, (w,), True, accumulate_grad=False)
 
 
 def test_unwrapping_keeps_identity():
