@@ -21,6 +21,7 @@ SIZES = [1024, 4096]
 QUICK_SIZES = [512]
 CHUNK = 64
 ROWS = 256
+SAVING = plg.Run(save=9 * 2**20)  # bytes: within 5 % of the peak, which is the loss's
 Params = dict[str, Tensor]
 
 
@@ -102,6 +103,9 @@ METHODS: dict[str, Method] = {
     "plg.value_and_grad, vmapped chunks": streaming(body, loss, setup, chunk_size=CHUNK),
     "plg.value_and_grad, batched chunks": streaming(body, loss, setup, chunk_size=CHUNK, batched=True),
     "plg.value_and_grad, batched chunks of 256": streaming(body, loss, setup, chunk_size=256, batched=True),
+    "plg.value_and_grad, batched chunks of 256, some saved": streaming(
+        body, loss, setup, chunk_size=256, batched=True, run=SAVING
+    ),
     "plg.value_and_grad, batched chunks, the loss in chunks of 256": streaming(
         body, loss_in_chunks, setup, chunk_size=CHUNK, batched=True
     ),

@@ -96,7 +96,7 @@ class Watch(TorchFunctionMode):
 
     def _is_known(self, t: Tensor) -> bool:
         """Whether the tensor, or what a transform inside the body wrapped, was given or made inside."""
-        return any(id(layer) in self.known for layer in layers(t))
+        return id(t) in self.known or any(id(layer) in self.known for layer in layers(t))
 
     def _is_from_outside(self, t: Tensor) -> bool:
         """Whether a wrapped stranger is captured, or only the business of a transform inside the body.
