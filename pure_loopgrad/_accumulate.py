@@ -148,11 +148,13 @@ def own(tensors: Sequence[Tensor], inputs: Tensors) -> list[Tensor]:
 
 
 def _address(t: Tensor) -> int:
-    return 0 if is_fake(t) else t.untyped_storage().data_ptr()
+    return 0 if is_fake(t) or t.layout is not torch.strided else t.untyped_storage().data_ptr()
 
 
 def _is_expanded(t: Tensor) -> bool:
-    return any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True))
+    return t.layout is torch.strided and any(
+        stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True)
+    )
 
 
 def plain(t: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from pure_loopgrad._modes import OperationMode, compiled_run_eagerly
 
 class LiveBytes(OperationMode):
     """Follows the storage of every tensor that an operation makes, until it is freed. Compiled functions, whose
-    operations nobody sees, run as they were written.
+    operations nobody sees, run as they were written. Sparse tensors have no storage and do not count.
 
     Attributes:
         now: bytes that live.
@@ -47,7 +47,7 @@ class LiveBytes(OperationMode):
         return out
 
     def _follow(self, t: Any, *, made_here: bool) -> None:
-        if not isinstance(t, Tensor):
+        if not isinstance(t, Tensor) or t.layout is not torch.strided:
             return
         storage = t.untyped_storage()
         key = id_of(storage)

@@ -12,21 +12,17 @@ take. Whatever else asks for its value is answered by running the chunk again, i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from pure_loopgrad._body import Chunk
-from pure_loopgrad._compile import RunChunk
 from pure_loopgrad._counting import id_of
-from pure_loopgrad._derived import RunBody, VjpBody
-from pure_loopgrad._direct import direct
+from pure_loopgrad._derived import RunBody
 from pure_loopgrad._modes import OperationMode
 from pure_loopgrad._trace import Trace
-from pure_loopgrad._user import Tensors, Terms
+from pure_loopgrad._user import Tensors
 from pure_loopgrad.errors import ImpureBodyError
 
 aten = torch.ops.aten
@@ -42,6 +38,11 @@ FOLLOWERS = {
 FEWEST_CHUNKS = 4  # else the one that is recorded is not worth it
 # A mode sees every operation of a chunk, at some microseconds each: that many floating-point operations take longer.
 WORTHWHILE = {"cpu": 1e7, "other": 1e9}
+
+
+def may_stop(trace: Trace, n_chunks: int) -> bool:
+    """Whether a chunk of the pass that starts now may be run in part, and it may be worth it."""
+    return not trace.examines_all and trace.repeats and n_chunks >= FEWEST_CHUNKS
 
 
 class Layout(NamedTuple):
@@ -136,7 +137,8 @@ class Recording(OperationMode):
         def run(consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
             with self:
                 sums, stacks = base(consts, xs)
-            self.reached = any(id_of(y.untyped_storage()) in self.made for y in (*sums, *stacks))
+            outputs = [y for y in (*sums, *stacks) if y.layout is torch.strided]
+            self.reached = any(id_of(y.untyped_storage()) in self.made for y in outputs)
             return sums, stacks
 
         return run
@@ -145,11 +147,10 @@ class Recording(OperationMode):
         out = func(*args, **kwargs)
         if self.trace.comparing:
             return out
-        if func in CONTRACTIONS:
+        noted = (func in CONTRACTIONS or (self.tail and func in FOLLOWERS)) and _are_strided([*args, out])
+        if not noted or func in CONTRACTIONS:
             self.start, self.tail, self.made = self.count, [], set()
-        elif func not in FOLLOWERS:
-            self.tail = []
-        if func in CONTRACTIONS or self.tail:
+        if noted:
             self.tail.append(Step.of(func, args, kwargs, out))
             self.made.add(id_of(out.untyped_storage()))
         self.count += 1
@@ -196,58 +197,8 @@ class Stopping(OperationMode):
         return func(*args, **kwargs)  # raises, where something is taken that has no value
 
 
-@dataclass
-class PullBackChunks:
-    """The pullback of a loop's chunks on plain tensors, one after the other, in one pass; zeros are left out but for
-    the first.
-    """
-
-    body: VjpBody
-    trace: Trace
-    n_chunks: int
-    run: RunChunk = field(init=False)
-
-    def __post_init__(self) -> None:
-        trace = self.trace
-        stops = not trace.examines_all and trace.repeats and self.n_chunks >= FEWEST_CHUNKS
-        self.run = self._recorded if stops else self._first
-
-    def __call__(self, consts: Tensors, xs: Tensors) -> tuple[Terms, Terms]:
-        return self.run(consts, xs)
-
-    def _first(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
-        found = self.body(consts, xs)
-        self.run = self.body.terms(self._later(xs))
-        return found
-
-    def _recorded(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
-        recording = Recording(self.trace)
-        sums, stacks = self.body.terms(recording.around(self.body.base))(consts, xs)
-        later = self._later(xs)
-        self.run = in_full = self.body.terms(later)
-        if recording.pays:
-            self.run = self._stopping(later, in_full, Stopping(recording.start, recording.tail))
-        return self.body.parted(self.body.filled([*sums, *stacks], self.body.inputs(consts, xs)))
-
-    def _later(self, xs: Tensors) -> RunBody:
-        return direct(cast(Chunk, self.body.base), xs[0].shape[0])
-
-    def _stopping(self, later: RunBody, in_full: RunChunk, stopping: Stopping) -> RunChunk:
-        """Each chunk but for its last contraction, until some chunk needs that."""
-        in_part = self.body.terms(stopping.around(later))
-
-        def run(consts: Tensors, xs: Tensors) -> tuple[Terms, Terms]:
-            try:
-                found = in_part(consts, xs)
-                if not stopping.needed:
-                    return found
-            except Exception:  # ways to ask for data raise errors of many kinds; one of the user's own is raised again
-                if stopping.now < stopping.start:
-                    raise
-            self.run = in_full
-            return in_full(consts, xs)
-
-        return run
+def _are_strided(values: Sequence[Any]) -> bool:
+    return all(v.layout is torch.strided for v in values if isinstance(v, Tensor))
 
 
 def _described(args: Sequence[Any]) -> list[Any]:

@@ -25,11 +25,11 @@ from pure_loopgrad._compile import RunChunk, chunk_runner
 from pure_loopgrad._derived import DualBody, JvpBody, VjpBody
 from pure_loopgrad._direct import RunChunks
 from pure_loopgrad._eager import eager
-from pure_loopgrad._early_stop import PullBackChunks
 from pure_loopgrad._forward_mode import SingleLevelFunction, apply_at_one_level, below_one_level, join, part
 from pure_loopgrad._levels import active_levels, innermost_in_forward_mode
 from pure_loopgrad._linearise import Mask, put
 from pure_loopgrad._nonfinite import check_derivative, check_sums
+from pure_loopgrad._pullback import PullBackChunks
 from pure_loopgrad._purity import refuse_changed_inputs
 from pure_loopgrad._residuals import Residuals
 from pure_loopgrad._rng import RngTape

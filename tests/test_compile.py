@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch._inductor import config as inductor
 
 import pure_loopgrad as plg
+from pure_loopgrad import _early_stop
 from pure_loopgrad.testing import assert_close, peak_bytes
 
 W = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -161,6 +162,43 @@ def test_a_compiled_body_runs_compiled_in_every_chunk(before):
     live = w.clone().requires_grad_()
     torch.stack([body(live, x) for x in xs]).sum().backward()
     assert_close(found, live.grad, rtol=1e-6)  # in float32
+
+
+def test_dynamo_keeps_out_of_the_modes_of_this_library():
+    """Once dynamo has given a function up, as it does under torch.vmap, it looks at all that this function calls."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda w, x: torch.tanh(w @ x), backend=backend)
+    xs = torch.ones(8, 3)
+    compiled(torch.eye(3), xs[0])
+    torch.vmap(compiled, (None, 0))(torch.eye(3), xs)
+    graphs.clear()
+    plg.value_and_grad(compiled, lambda _, y: y.sum(), run=plg.Run(check="off"))(torch.eye(3), xs)
+    assert graphs == []
+
+
+@needs_compiler
+def test_a_product_that_compiled_code_takes_is_computed(monkeypatch):
+    """No mode sees what that code does, but the output shows that something was made of the product."""
+    monkeypatch.setattr(_early_stop, "WORTHWHILE", {"cpu": 0, "other": 0})
+    calls = []
+    compiled = torch.compile(lambda y: y * y.sin())
+
+    def body(w, x):
+        calls.append(1)
+        return compiled(torch.tanh(x) @ w)
+
+    w = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
+    xs = torch.randn(8, 5, 3, generator=torch.Generator().manual_seed(1))
+    found = plg.value_and_grad(body, lambda _, y: y.sum(), run=plg.Run(check="off"))(w, xs)[1]
+    assert len(calls) == 2 * 8  # no chunk was tried in part, and run once more
+    live = w.clone().requires_grad_()
+    torch.stack([(y := torch.tanh(x) @ live) * y.sin() for x in xs]).sum().backward()
+    assert_close(found, live.grad, rtol=1e-5)  # in float32
 
 
 def test_compiling_loads_no_compiler_by_itself():

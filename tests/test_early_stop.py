@@ -64,18 +64,6 @@ class SavingArray(Saving):
         return g * torch.from_numpy(x.detach().numpy() * 0 + 1)
 
 
-class TwiceInNumpy(torch.autograd.Function):
-    """An operation that no mode sees, as those of compiled code."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return torch.from_numpy(2 * x.numpy())
-
-    @staticmethod
-    def backward(ctx, g):
-        return 2 * g
-
-
 def hidden(p, x):
     return torch.tanh(x @ p["a"])
 
@@ -179,20 +167,6 @@ def test_what_needs_the_value_gets_it(name):
     body = NOT_STOPPED[name]
     loop = lambda p, xs: plg.map(body, p, xs)
     assert_close(gradients(loop), gradients(plain(body)), rtol=1e-12)
-
-
-@pytest.mark.parametrize("chunk_size", [1, 2])
-def test_nothing_is_tried_where_the_product_goes_out_of_sight(chunk_size):
-    """The output shows that something else was made of it."""
-    calls = []
-
-    def body(p, x):
-        calls.append(1)
-        return TwiceInNumpy.apply(linear(p, x))
-
-    found = gradients(lambda p, xs: plg.map(body, p, xs, chunk_size=chunk_size, batched=True))
-    assert len(calls) == 2 * N // chunk_size
-    assert_close(found, gradients(plain(lambda p, x: 2 * linear(p, x))), rtol=1e-12)
 
 
 @pytest.mark.parametrize("reduce", [plg.sum, plg.mean])
