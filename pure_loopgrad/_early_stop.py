@@ -118,7 +118,7 @@ class Recording(OperationMode):
         count: how many operations there were.
         start: the number of the last contraction.
         tail: it and what follows; empty once its value was read.
-        made: the storages of what these return.
+        made: the storages of what these return and was made of it.
         reached: whether an output of the chunk is among them. Else something takes them that is not seen here, as
             functions that the user has compiled.
     """
@@ -137,8 +137,7 @@ class Recording(OperationMode):
         def run(consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
             with self:
                 sums, stacks = base(consts, xs)
-            outputs = [y for y in (*sums, *stacks) if y.layout is torch.strided]
-            self.reached = any(id_of(y.untyped_storage()) in self.made for y in outputs)
+            self.reached = self._is_made_of_it([y for y in (*sums, *stacks) if y.layout is torch.strided])
             return sums, stacks
 
         return run
@@ -152,9 +151,14 @@ class Recording(OperationMode):
             self.start, self.tail, self.made = self.count, [], set()
         if noted:
             self.tail.append(Step.of(func, args, kwargs, out))
-            self.made.add(id_of(out.untyped_storage()))
+            if func in CONTRACTIONS or self._is_made_of_it(args):
+                self.made.add(id_of(out.untyped_storage()))
         self.count += 1
         return out
+
+    def _is_made_of_it(self, values: Sequence[Any]) -> bool:
+        """Whether some of these are the contraction's result, or made of it within sight."""
+        return any(id_of(v.untyped_storage()) in self.made for v in values if isinstance(v, Tensor))
 
     @property
     def pays(self) -> bool:
