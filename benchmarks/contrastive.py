@@ -122,9 +122,6 @@ METHODS: dict[str, Method] = {
     "plg.value_and_grad, batched chunks of 256, compiled": streaming(
         body, loss, setup, chunk_size=256, batched=True, run=plg.Run(compile=True)
     ),
-    "plg.value_and_grad, chunk_size auto, compiled": streaming(
-        body, loss, setup, chunk_size="auto", batched=True, run=plg.Run(compile=True)
-    ),
 }
 
 REFERENCES: dict[str, Method] = {"": plain_loop(body, loss, in_double(setup))}

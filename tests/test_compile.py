@@ -108,14 +108,20 @@ def test_the_mask_of_a_compiled_body_is_that_of_its_first_pass():
     assert (ys == 0).sum() not in (0, ys.numel())
 
 
-def test_a_compiled_body_stays_compiled():
-    """The look-out for captured tensors must not make dynamo give the body up."""
+def noting_backend():
+    """A list of graphs, and a backend that adds each one that is compiled."""
     graphs = []
 
     def backend(graph, inputs):
         graphs.append(graph)
         return graph
 
+    return graphs, backend
+
+
+def test_a_compiled_body_stays_compiled():
+    """The look-out for captured tensors must not make dynamo give the body up."""
+    graphs, backend = noting_backend()
     compiled = torch.compile(lambda w, x: torch.tanh(w @ x), backend=backend)
     plg.map(compiled, W, XS)
     first = len(graphs)
@@ -166,12 +172,7 @@ def test_a_compiled_body_runs_compiled_in_every_chunk(before):
 
 def test_dynamo_keeps_out_of_the_modes_of_this_library():
     """Once dynamo has given a function up, as it does under torch.vmap, it looks at all that this function calls."""
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph
-
+    graphs, backend = noting_backend()
     compiled = torch.compile(lambda w, x: torch.tanh(w @ x), backend=backend)
     xs = torch.ones(8, 3)
     compiled(torch.eye(3), xs[0])
