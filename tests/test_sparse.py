@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pure_loopgrad as plg
-from pure_loopgrad.testing import assert_close, peak_bytes
+from pure_loopgrad.testing import assert_close, peak_bytes, saved_bytes
 
 N = 8
 G = torch.Generator().manual_seed(0)
@@ -88,3 +88,6 @@ def test_a_sum_and_a_scan(sparse):
 def test_the_memory_of_what_is_dense_counts(sparse):
     product = lambda: sparse @ XS[0]
     assert peak_bytes(product) >= product().numel() * 8
+    live = W.clone().requires_grad_()
+    x = XS[0].clone()
+    assert saved_bytes(lambda: body({"A": sparse, "w": live}, x)) == x.numel() * 8

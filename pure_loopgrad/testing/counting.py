@@ -22,6 +22,8 @@ from pure_loopgrad.testing.plain import leaves, n_of
 def peak_bytes(run: Callable[[], object]) -> int:
     """The most bytes that lived at once in tensors made while `run` ran; what existed before does not count.
 
+    Sparse tensors have no storage and do not count. Functions that are compiled run as they were written.
+
     Args:
         run: a function without arguments.
 
@@ -42,6 +44,8 @@ def peak_bytes(run: Callable[[], object]) -> int:
 def saved_bytes(run: Callable[[], object]) -> int:
     """The bytes that ordinary autograd keeps for the backward of what `run` returns, each storage once.
 
+    Sparse tensors have no storage and do not count.
+
     Args:
         run: a function without arguments that returns something with a graph.
 
@@ -58,7 +62,8 @@ def saved_bytes(run: Callable[[], object]) -> int:
     storages: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
-        storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        if t.layout is torch.strided:
+            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
