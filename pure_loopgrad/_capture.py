@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from pure_loopgrad import _tree
-from pure_loopgrad._levels import active_levels, is_wrapped, layers, level_of
-from pure_loopgrad._names import find_name
+from pure_loopgrad._levels import active_levels, is_wrapped, layers, level_of, needs_gradient
+from pure_loopgrad._names import find_name, reachable
 from pure_loopgrad.errors import CapturedTensorError, ImpureBodyError
 
 
@@ -29,7 +29,11 @@ class Watch(TorchFunctionMode):
     """Sees every tensor argument of every torch function, and notes those that were not given and not made inside."""
 
     def __init__(
-        self, body: Callable[..., Any], given: Sequence[Tensor], replayed: Sequence[Any] = (), what: str = "body"
+        self,
+        body: Callable[..., Any],
+        given: Sequence[Tensor],
+        replayed: Sequence[Any] = (),
+        what: str = "body",
     ) -> None:
         super().__init__()
         self.body = inspect.unwrap(body)
@@ -61,12 +65,12 @@ class Watch(TorchFunctionMode):
         self.known.clear()
 
     def _meet(self, t: Tensor, func: Callable[..., Any]) -> None:
-        if not _needs_gradient(t):
+        if not (is_wrapped(t) or (t.requires_grad and torch.is_grad_enabled())):
             self.constants.append((weakref.ref(t), version_of(t)))
             self._learn([t])
             return
         if func.__name__ != "__get__" and is_wrapped(t) and self._is_from_outside(t):
-            raise captured_error(self, [t])
+            raise captured_error(self.body, self.what, [t])
         self.seen.append(t)
 
     def _note_written(self, t: Tensor) -> None:
@@ -108,10 +112,30 @@ class Watch(TorchFunctionMode):
 
 
 def refuse_captured(watch: Watch, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    """Raises if the outputs' graph leads to a leaf that the graphs of what was given do not lead to."""
-    foreign = graph_leaves(outputs) - graph_leaves(given)
-    if foreign:
-        raise captured_error(watch, [t for t in watch.seen if graph_leaves([t]) & foreign])
+    """Raises if the outputs' graph leads to a leaf that was not made inside, and to which the graphs of what was given
+    do not lead. Called while the watch lasts, which knows what was made.
+    """
+    with unwatched():
+        foreign = {t for t in graph_leaves(outputs) - graph_leaves(given) if id(t) not in watch.known}
+        if foreign:
+            raise captured_error(watch.body, watch.what, [t for t in watch.seen if graph_leaves([t]) & foreign])
+
+
+def refuse_captured_later(body: Callable[..., Any], given: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """Raises if the outputs' graph leads to a leaf that was not given, in an iteration that nobody watches.
+
+    What a first pass is given are leaves or constants. A leaf beside them was made inside, or is from elsewhere; then
+    the body leads to it. Where what is given has a graph of its own, the gradient finds its way by itself.
+    """
+    if not any(map(needs_gradient, outputs)):
+        return
+    sources = [t for t in given if needs_gradient(t)]
+    if not all(t.is_leaf for t in sources) or not (foreign := graph_leaves(outputs) - graph_leaves(sources)):
+        return
+    body = inspect.unwrap(body)
+    captured = [t for _, t in reachable(body) if isinstance(t, Tensor) and graph_leaves([t]) & foreign]
+    if captured:
+        raise captured_error(body, "body", captured)
 
 
 def graph_leaves(tensors: Sequence[Tensor]) -> set[Tensor]:
@@ -130,13 +154,13 @@ def graph_leaves(tensors: Sequence[Tensor]) -> set[Tensor]:
     return leaves
 
 
-def captured_error(watch: Watch, tensors: Sequence[Tensor]) -> CapturedTensorError:
+def captured_error(body: Callable[..., Any], what: str, tensors: Sequence[Tensor]) -> CapturedTensorError:
     """The error that names each captured tensor, its shape and dtype, and what to do."""
     unique = list({id(t): t for t in tensors}.values())
-    what = "; ".join(f"{find_name(watch.body, t) or 'a tensor'} ({_tree.describe(t)})" for t in unique)
+    names = "; ".join(f"{find_name(body, t) or 'a tensor'} ({_tree.describe(t)})" for t in unique)
     return CapturedTensorError(
-        f"the {watch.what} uses {what or 'a tensor'} without being given it, so it would get no gradient. "
-        f"Pass it in params (for a module: plg.from_module), or .detach() it outside of the {watch.what} if it is a "
+        f"the {what} uses {names or 'a tensor'} without being given it, so it would get no gradient. "
+        f"Pass it in params (for a module: plg.from_module), or .detach() it outside of the {what} if it is a "
         f"constant. plg.run(check='off') turns this check off"
     )
 
@@ -179,7 +203,3 @@ def version_of(t: Tensor) -> int:
     """How often a tensor was changed in place; an inference tensor does not count."""
     plain = torch.func.debug_unwrap(t)
     return 0 if plain.is_inference() else plain._version
-
-
-def _needs_gradient(t: Tensor) -> bool:
-    return is_wrapped(t) or (t.requires_grad and torch.is_grad_enabled())

@@ -32,14 +32,26 @@ class RunChunks:
 
     def _first(self, consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
         found = self.body(consts, xs)
-        self.run = direct(self.body, xs[0].shape[0])
+        self.run = direct(self.body, xs[0].shape[0], recorded=False)
         return found
 
 
-def direct(chunk: Chunk, size: int) -> RunBody:
-    """The same as `chunk` for later chunks of `size` iterations, outside of all transforms."""
+def direct(chunk: Chunk, size: int, *, recorded: bool) -> RunBody:
+    """The same as `chunk` for later chunks of `size` iterations, outside of all transforms.
+
+    Args:
+        recorded: whether autograd records these chunks, so that what they return is expected to require grad.
+    """
     user, trace = chunk.body, chunk.body.trace
-    if trace.examines_all or not trace.settled or chunk.how == "vmap" or chunk.weighted or chunk.grad_weighted:
+    if (
+        trace.examines_all
+        or (trace.watching and not recorded)
+        or trace.constants.plain
+        or not trace.settled
+        or chunk.how == "vmap"
+        or chunk.weighted
+        or chunk.grad_weighted
+    ):
         return chunk
     one, stacked = chunk.how == "one", chunk.reduce == "stack"
     shape, dtype, device = None, None, None
@@ -52,7 +64,8 @@ def direct(chunk: Chunk, size: int) -> RunBody:
     def run(consts: Tensors, xs: Tensors) -> tuple[Tensors, Tensors]:
         x = [x.squeeze(0) for x in xs] if one else xs
         out = output(consts, x)
-        if isinstance(out, Tensor) and out.shape == shape and out.dtype == dtype and out.device == device:
+        usual = isinstance(out, Tensor) and out.requires_grad is recorded
+        if usual and out.shape == shape and out.dtype == dtype and out.device == device:
             ys = [out]
         else:
             ys = chunk.accepted(user.accepted(out, [*consts, *x]), size)

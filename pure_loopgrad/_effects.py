@@ -14,6 +14,7 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
+from pure_loopgrad._constants import Constants
 from pure_loopgrad.errors import ImpureBodyError
 
 Snapshot: TypeAlias = dict[str, Tensor]
@@ -32,6 +33,7 @@ class HasEffects(Protocol):
 
     iterations: range
     effects: Effects
+    constants: Constants
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,20 @@ _passes: ContextVar[tuple[Pass, ...]] = ContextVar("pure_loopgrad_passes", defau
 _rehearsal: ContextVar[dict[Hashable, Snapshot] | None] = ContextVar("pure_loopgrad_rehearsal", default=None)
 
 
+def enclosing() -> list[HasEffects]:
+    """The traces of the loops whose bodies run now, the outermost first."""
+    return [p.trace for p in _passes.get()]
+
+
 def recomputing() -> bool:
     """Whether the body that runs now repeats what a first pass has done."""
     return any(p.recomputing for p in _passes.get())
+
+
+def repeating() -> bool:
+    """Whether the loop whose body runs now has been through a first pass; that may be inside another's recomputation."""
+    passes = _passes.get()
+    return bool(passes) and passes[-1].recomputing
 
 
 @contextmanager

@@ -16,9 +16,11 @@ from torch._functorch.pyfunctorch import (
     GradInterpreter,
     JvpInterpreter,
     VmapInterpreter,
+    retrieve_current_functorch_interpreter,
     retrieve_all_functorch_interpreters,
     temporarily_clear_interpreter_stack,
 )
+from torch.autograd import forward_ad
 
 
 def is_wrapped(t: Tensor) -> bool:
@@ -100,11 +102,29 @@ def innermost_in_forward_mode() -> Literal["grad", "jvp"] | None:
 
 def is_recorded(tensors: Sequence[Tensor]) -> bool:
     """Whether an operation on these tensors is recorded for a backward, at whatever level."""
-    return torch.is_grad_enabled() and any(map(_requires_grad, tensors))
+    return torch.is_grad_enabled() and any(map(needs_gradient, tensors))
 
 
-def _requires_grad(t: Tensor) -> bool:
-    return any(layer.requires_grad for layer in layers(t))
+def needs_gradient(t: Tensor) -> bool:
+    """Whether a backward leads to the tensor, at whatever level."""
+    return t.requires_grad or any(layer.requires_grad for layer in layers(t))
+
+
+def is_constant(t: Tensor) -> bool:
+    """Whether no transform that is active here asks for anything about the tensor: it is not batched, and has neither a
+    gradient nor a tangent. What is made inside a transform belongs to it, be it a range or a mask.
+    """
+    if not is_wrapped(t):
+        return not t.requires_grad
+    if active_levels() == 0:
+        return False
+    top = retrieve_current_functorch_interpreter()
+    if level_of(t) == top.level():
+        if t.requires_grad or torch._C._functorch.is_batchedtensor(t) or forward_ad.unpack_dual(t).tangent is not None:
+            return False
+        t = torch.func.debug_unwrap(t, recurse=False)
+    with top.lower():
+        return is_constant(t)
 
 
 def without_graph(t: Tensor) -> Tensor:

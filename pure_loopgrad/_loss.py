@@ -14,6 +14,7 @@ from torch import Tensor
 from pure_loopgrad import _tree
 from pure_loopgrad._capture import Watch, refuse_captured
 from pure_loopgrad._compile import compiled
+from pure_loopgrad._constants import Constants
 from pure_loopgrad._levels import active_levels
 from pure_loopgrad._linearise import Mask, linearise, put
 from pure_loopgrad._reduce import Prepared
@@ -73,9 +74,11 @@ def _watched(loss: Loss, args: tuple[Any, Any], given: Sequence[Tensor], prepare
         call = partial(compiled, loss, "loss", trace.compile, loss)
     if trace.check == "off":
         return scalar(call(*args), "the loss")
-    with Watch(loss, given, what="loss") as watch:
+    constants = Constants()
+    constants.find(loss)
+    with Watch(loss, [*given, *constants.wrapped], what="loss") as watch:
         value = scalar(call(*args), "the loss")
-    refuse_captured(watch, given, [value])
+        refuse_captured(watch, given, [value])
     return value
 
 

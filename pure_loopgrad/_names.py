@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -15,16 +16,22 @@ MAX_VISITED = 20_000  # a bound on the search for a name, so that a body that re
 
 def find_name(body: Callable[..., Any], wanted: Tensor) -> str | None:
     """The expression by which the body reaches a tensor: `w`, `self.weight`, `net.conv1.weight`, `lists['a'][0]`."""
-    queue: list[tuple[str, Any]] = list(_callable_children("", body))
+    return next((name for name, value in reachable(body) if value is wanted), None)
+
+
+def reachable(body: Callable[..., Any], closed: tuple[type, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """What a body can reach without being given it, the nearest first, each with the expression that reaches it; not
+    through what is of a `closed` type.
+    """
+    queue = deque(_callable_children("", body))
     visited: set[int] = {id(body)}
     while queue and len(visited) < MAX_VISITED:
-        name, value = queue.pop(0)
-        if value is wanted:
-            return name
+        name, value = queue.popleft()
         if id(value) not in visited:
+            yield name, value
             visited.add(id(value))
-            queue.extend(_children(name, value))
-    return None
+            if not isinstance(value, closed):
+                queue.extend(_children(name, value))
 
 
 def _children(name: str, value: Any) -> Iterator[tuple[str, Any]]:

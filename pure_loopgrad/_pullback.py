@@ -46,7 +46,7 @@ class PullBackChunks:
         return self.body.parted(self.body.filled([*sums, *stacks], self.body.inputs(consts, xs)))
 
     def _later(self, xs: Tensors) -> RunBody:
-        return direct(cast(Chunk, self.body.base), xs[0].shape[0])
+        return direct(cast(Chunk, self.body.base), xs[0].shape[0], recorded=True)
 
     def _stopping(self, later: RunBody, in_full: RunChunk, stopping: Stopping) -> RunChunk:
         """Each chunk but for its last contraction, until some chunk needs that."""

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from pure_loopgrad import _tree
 from pure_loopgrad._ambient import Ambient
-from pure_loopgrad._effects import Effects, recomputing, rehearsal
+from pure_loopgrad._constants import Constants
+from pure_loopgrad._effects import Effects, enclosing, recomputing, rehearsal
 from pure_loopgrad._levels import active_levels, draws_for_nobody
 from pure_loopgrad._progress import Progress
 from pure_loopgrad._purity import FirstSight, foreign_draws_refused
@@ -36,9 +37,11 @@ class Trace:
     n: int  # iterations of the whole loop, for messages
     outputs: _tree.Skeleton | None = None
     shapes: list[Meta] = field(default_factory=list)  # of one iteration's outputs
+    constants: Constants = field(default_factory=Constants)
     draws: bool = False  # whether some iteration drew random numbers
     settled: bool = False  # whether the ambient settings are in force around the pass that runs now
     iterations: range = range(0)  # the chunk that runs now
+    watching: bool = False  # whether every iteration of the first pass is watched, as the body leads to what needs it
     comparing: bool = False  # whether the operations that run now are ours, on what the body has returned
     sight: FirstSight = field(default_factory=FirstSight)
     effects: Effects = field(default_factory=Effects)
@@ -49,9 +52,12 @@ class Trace:
         leaves = (leaf for skeleton in skeletons for leaf in skeleton.static)
         sources = Sources.of(tensors, leaves, run.generators)
         ambient, debug = Ambient.capture(sources.devices), run.nonfinite == "raise"
-        return cls(
+        trace = cls(
             sources, ambient, torch.is_grad_enabled(), run.check, debug, reports_of(run), run.compile, run.save, n
         )
+        for outer in enclosing():
+            trace.constants.inherit(outer.constants)
+        return trace
 
     @property
     def checking(self) -> bool:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from pure_loopgrad import _tree
-from pure_loopgrad._capture import Watch, refuse_captured
-from pure_loopgrad._effects import recomputing
+from pure_loopgrad._capture import Watch, refuse_captured, refuse_captured_later
+from pure_loopgrad._constants import Unwrapping, needs_watch
+from pure_loopgrad._effects import recomputing, repeating
 from pure_loopgrad._nonfinite import check_outputs
 from pure_loopgrad._purity import REMEDY
 from pure_loopgrad._rng import moved
@@ -41,11 +42,15 @@ class UserBody:
     leading: int = 0  # how many leading axes of the outputs may differ from call to call
     __name__: ClassVar[str] = "body"  # torch.vmap asks for it at each call, and would take the repr of all this
 
+    def __post_init__(self) -> None:
+        self.trace.constants.find(self.fn)
+
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         if torch.compiler.is_dynamo_compiling():
             return self._traced(tensors)
         trace = self.trace
-        if trace.settled and trace.outputs is not None and not trace.checking and not trace.debug_nonfinite:
+        usual = trace.settled and trace.outputs is not None and not trace.watching
+        if usual and not trace.checking and not trace.debug_nonfinite:
             return self.accepted(self.output(tensors), tensors)  # as nearly always
         with NOTHING if trace.settled else trace.ambient.restored():
             return self._examined(tensors)
@@ -88,7 +93,7 @@ class UserBody:
         recording = trace.grad_mode and not torch.is_grad_enabled()
         try:
             with torch.enable_grad() if recording else NOTHING:
-                return self._checked(tensors) if trace.checking else self.fn(*self._arguments(tensors))
+                return self._checked(tensors) if trace.checking or trace.watching else self._call(tensors)
         except Exception as error:
             self._note_situation(error, tensors)
             raise
@@ -121,20 +126,32 @@ class UserBody:
             ImpureBodyError: they are not.
         """
         leaves, spec = _tree.numbers_to_tensors(out, tensors, "output")
+        if self.trace.constants.plain:
+            leaves = self.trace.constants.unwrapped(leaves)
         self._compare_with_first(leaves, spec)
+        if self.trace.grad_mode and self.trace.check != "off" and not repeating():
+            refuse_captured_later(self.fn, tensors, leaves)
         return leaves
 
     def _checked(self, tensors: Tensors) -> Any:
         trace = self.trace
-        if recomputing():
+        if repeating():
             trace.sight.refuse_changed_constants(self.fn)
-        if recomputing() or not trace.grad_mode:
-            return self.fn(*self._arguments(tensors))
+        if repeating() or not trace.grad_mode:
+            return self._call(tensors)
+        if trace.outputs is None:
+            trace.watching = needs_watch(self.fn, {*map(id, trace.sources.given), *trace.constants.plain})
         with Watch(self.fn, tensors, trace.sources.given) as watch:
-            out = self.fn(*self._arguments(tensors))
-        refuse_captured(watch, tensors, _tree.split(out)[0])
-        trace.sight.note_captured(watch)
+            out = self._call(tensors)
+            refuse_captured(watch, tensors, _tree.split(out)[0])
+        if trace.checking:
+            trace.sight.note_captured(watch)
         return out
+
+    def _call(self, tensors: Tensors) -> Any:
+        constants = self.trace.constants
+        with Unwrapping(constants) if constants.plain else NOTHING:
+            return self.fn(*self._arguments(tensors))
 
     def _note_situation(self, error: Exception, tensors: Tensors) -> None:
         """Adds to an error of the body where it was raised, and what was given."""
