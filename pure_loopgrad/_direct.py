@@ -37,10 +37,8 @@ class RunChunks:
 
 
 def direct(chunk: Chunk, size: int, *, recorded: bool) -> RunBody:
-    """The same as `chunk` for later chunks of `size` iterations, outside of all transforms.
-
-    Args:
-        recorded: whether autograd records these chunks, so that what they return is expected to require grad.
+    """The same as `chunk` for later chunks of `size` iterations, outside of all transforms. Where they are `recorded`,
+    what they return is expected to require grad, and else it is looked at.
     """
     user, trace = chunk.body, chunk.body.trace
     if (

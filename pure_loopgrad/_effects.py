@@ -75,7 +75,7 @@ def recomputing() -> bool:
 
 
 def repeating() -> bool:
-    """Whether the loop whose body runs now has been through a first pass; that may be inside another's recomputation."""
+    """Whether the loop whose body runs now is past its first pass; that one may be inside another's recomputation."""
     passes = _passes.get()
     return bool(passes) and passes[-1].recomputing
 

@@ -34,9 +34,14 @@ class Fold:
     then: Callable[[Any], Fold] | None = None
 
 
+def in_place() -> bool:
+    """Whether a fold's state may be changed in place: no transform and no graph owns it."""
+    return active_levels() == 0 and not torch.is_grad_enabled()
+
+
 def added(total: Tensor, term: Tensor, factor: float = 1.0) -> Tensor:
-    """In place, except where a transform may own the total."""
-    if active_levels() == 0:
+    """In place, where nobody else may own the total."""
+    if in_place():
         return total.add_(term, alpha=factor)
     return total + term * factor
 

@@ -70,7 +70,8 @@ def value_and_grad(
     Returns:
         `f(params, xs) -> (value, gradient)`. The gradient has the structure of params (or xs), with None for leaves
         that have none. Live parameters count as constants, so neither result carries a graph; where some leaf of params
-        requires grad, those that do not are frozen and get None. To differentiate again, use a torch.func transform.
+        requires grad, those that do not are frozen and get None. To differentiate again, use a torch.func transform, or
+        call it in the body of another loop, which differentiates all that its body computes.
 
     Raises:
         LoopTypeError: the value is not one real scalar tensor.

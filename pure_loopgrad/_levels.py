@@ -16,8 +16,8 @@ from torch._functorch.pyfunctorch import (
     GradInterpreter,
     JvpInterpreter,
     VmapInterpreter,
-    retrieve_current_functorch_interpreter,
     retrieve_all_functorch_interpreters,
+    retrieve_current_functorch_interpreter,
     temporarily_clear_interpreter_stack,
 )
 from torch.autograd import forward_ad

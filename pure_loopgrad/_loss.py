@@ -15,7 +15,7 @@ from pure_loopgrad import _tree
 from pure_loopgrad._capture import Watch, refuse_captured
 from pure_loopgrad._compile import compiled
 from pure_loopgrad._constants import Constants
-from pure_loopgrad._levels import active_levels
+from pure_loopgrad._levels import active_levels, is_recorded
 from pure_loopgrad._linearise import Mask, linearise, put
 from pure_loopgrad._reduce import Prepared
 from pure_loopgrad.errors import LoopTypeError
@@ -60,10 +60,11 @@ def pull_back_loss(loss: Loss | None, prepared: Prepared, wrt: Mask, raw: Sequen
 def _value_and_grads(fn: Callable[..., tuple[Tensor]], primals: list[Tensor]) -> tuple[Tensor, Sequence[Tensor | None]]:
     if not primals:
         return fn()[0], ()
-    # without an outer transform nobody differentiates this again, so the loss's backward is not recorded
-    with torch.set_grad_enabled(torch.is_grad_enabled() and active_levels() > 0):
+    # but inside a transform or another loop, nobody differentiates this again, so the loss's backward is not recorded
+    again = torch.is_grad_enabled() and (active_levels() > 0 or is_recorded(primals))
+    with torch.set_grad_enabled(again):
         (value,), pullback, _ = linearise(lambda *p: (fn(*p), ()), primals)
-        return value.detach() if active_levels() == 0 else value, pullback([torch.ones_like(value)], True)
+        return value if again else value.detach(), pullback([torch.ones_like(value)], True)
 
 
 def _watched(loss: Loss, args: tuple[Any, Any], given: Sequence[Tensor], prepared: Prepared) -> Tensor:

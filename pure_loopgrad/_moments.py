@@ -11,8 +11,7 @@ from torch import Tensor
 
 from pure_loopgrad import _tree
 from pure_loopgrad._body import accumulation_dtype
-from pure_loopgrad._folding import Fold, added
-from pure_loopgrad._levels import active_levels
+from pure_loopgrad._folding import Fold, added, in_place
 from pure_loopgrad._tree import PyTree
 from pure_loopgrad.errors import LoopValueError
 
@@ -140,7 +139,7 @@ def _merged(
     first: Tensor, mean: Tensor, squares: Tensor, g: Tensor, total: int, keep: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
     """One leaf, block by block."""
-    if active_levels() > 0:
+    if not in_place():
         return _merged_block(first, mean, squares, g, total, keep)
     size = BLOCK if g.shape[0] == 1 else max(BLOCK, mean.numel() // 4)
     for at in range(0, mean.numel(), size):
@@ -163,7 +162,7 @@ def _merged_block(
     left_out = (first - centre) + mean
     d = g.to(mean.dtype) - centre
     s = d.sum(0)
-    d = d.square_() if active_levels() == 0 and not d.is_complex() else _square(d)
+    d = d.square_() if in_place() and not d.is_complex() else _square(d)
     moved = s - size * left_out
     grown = d.sum(0) - _product(left_out, s + moved) - _square(moved) / total
     return added(mean, moved, 1 / total), added(squares, keep(grown))

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from pure_loopgrad import _run, _tree
 from pure_loopgrad._body import Randomness
-from pure_loopgrad._levels import without_graph
 from pure_loopgrad._linearise import Mask, linearise, put, zeros_for_none
 from pure_loopgrad._loss import scalar
 from pure_loopgrad._map import map as map_
 from pure_loopgrad._reduce import Body
 from pure_loopgrad._tree import PyTree
-from pure_loopgrad._vjp import not_frozen
+from pure_loopgrad._vjp import as_constant, not_frozen
 from pure_loopgrad.errors import LoopTypeError
 
 
@@ -44,7 +43,7 @@ class Task:
         over_xs = [1 in argnums and _tree.is_differentiable(t) for t in x_tensors]
         n = _tree.leading_axis(x_tensors, x_skeleton)
         _ = params_skeleton.template, x_skeleton.template  # made before dynamo asks for them, which cannot make them
-        constants, inputs = [without_graph(t) for t in consts], [without_graph(t) for t in x_tensors]
+        constants, inputs = [as_constant(t) for t in consts], [as_constant(t) for t in x_tensors]
         return cls(body, constants, inputs, params_skeleton, x_skeleton, (*over_params, *over_xs), n)
 
     def gradients(

@@ -11,6 +11,7 @@ from torch import Tensor
 from pure_loopgrad import _run, _tree
 from pure_loopgrad._body import ChunkSize, Randomness
 from pure_loopgrad._eager import eager
+from pure_loopgrad._effects import enclosing
 from pure_loopgrad._levels import is_wrapped, without_graph
 from pure_loopgrad._linearise import Mask
 from pure_loopgrad._loop import pull_back_loop
@@ -84,25 +85,31 @@ def vjp(
 def prepare_without_graph(
     body: Body, params: PyTree, xs: PyTree, options: Options, argnums: tuple[int, ...]
 ) -> tuple[Prepared, Mask]:
-    """The loop with live parameters as constants, and which of its inputs are differentiated."""
+    """The loop with live parameters as constants (see `as_constant`), and which of its inputs are differentiated."""
     if isinstance(options.weights, Tensor):
-        options = replace(options, weights=without_graph(options.weights))
+        options = replace(options, weights=as_constant(options.weights))
     prepared = prepare(body, params, xs, resolved(body, params, xs, options))
     over_params = [0 in argnums and marked for marked in not_frozen(prepared.consts)]
     n_xs = prepared.xs_skeleton.n_tensors  # weights may stand behind them
     over_xs = [1 in argnums and i < n_xs and _tree.is_differentiable(t) for i, t in enumerate(prepared.xs)]
     constant = replace(
-        prepared, consts=[without_graph(t) for t in prepared.consts], xs=[without_graph(t) for t in prepared.xs]
+        prepared, consts=[as_constant(t) for t in prepared.consts], xs=[as_constant(t) for t in prepared.xs]
     )
     return constant, (*over_params, *over_xs)
+
+
+def as_constant(t: Tensor) -> Tensor:
+    """A live parameter as a constant; but inside the body of another loop, which differentiates what that computes."""
+    return t if enclosing() else without_graph(t)
 
 
 def not_frozen(consts: Sequence[Tensor]) -> list[bool]:
     """Which tensors of params are differentiated.
 
-    Where some leaf requires grad, those that do not are frozen: that is how torch.nn freezes a layer.
+    Where some leaf requires grad, those that do not are frozen: that is how torch.nn freezes a layer. Inside the body
+    of another loop it is that loop's business which of them require grad, and it differs from pass to pass.
     """
-    live = any(t.requires_grad and not is_wrapped(t) for t in consts)
+    live = not enclosing() and any(t.requires_grad and not is_wrapped(t) for t in consts)
     return [_tree.is_differentiable(t) and (not live or t.requires_grad or is_wrapped(t)) for t in consts]
 
 

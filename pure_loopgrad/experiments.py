@@ -14,7 +14,7 @@ from pure_loopgrad import _run, _tree
 from pure_loopgrad._body import Randomness, check_chunk_size
 from pure_loopgrad._chunks import chunks
 from pure_loopgrad._grad import Argnums, check_argnums, chosen
-from pure_loopgrad._levels import active_levels
+from pure_loopgrad._levels import active_levels, is_recorded
 from pure_loopgrad._loop import stream
 from pure_loopgrad._map import map as map_
 from pure_loopgrad._moments import NoiseScale, moments, noise_scale_of
@@ -208,7 +208,7 @@ def _fold_once(
     """One pass."""
     record, size = _run.current(run), check_chunk_size(chunk_size, task.n)
     folding = _Folding(task, folds, transform, randomness)
-    if active_levels() == 0:
+    if active_levels() == 0 and not is_recorded([*task.consts, *task.xs]):
         options = Options(chunk_size=size, randomness=randomness, run=record)
         prepared = prepare(GradBody(task), task.consts, task.xs, options)
         with torch.no_grad(), first_pass_checked(prepared.loop.trace, prepared.inputs):
