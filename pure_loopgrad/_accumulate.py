@@ -132,7 +132,8 @@ class Stack:
 
 
 def own(tensors: Sequence[Tensor], inputs: Tensors) -> list[Tensor]:
-    """Copies each tensor that shares storage with an input or with one before it, or whose entries share memory.
+    """Copies each tensor that shares storage with an input or with one before it, or whose entries share memory, or
+    which is a part of something larger.
 
     An autograd.Function must not return such a tensor, forward mode writes into what it gets, and a caller who changes
     one in place expects no other to move.
@@ -142,9 +143,23 @@ def own(tensors: Sequence[Tensor], inputs: Tensors) -> list[Tensor]:
     for t in tensors:
         pointer = _address(t)
         shared = pointer in taken and pointer != 0
-        result.append(t.clone() if shared or _is_expanded(t) else t)
+        result.append(t.clone() if shared or _is_expanded(t) else _whole(t))
         taken.add(pointer)
     return result
+
+
+def _whole(t: Tensor) -> Tensor:
+    """The tensor as one that is no view, so that a caller may change what an autograd.Function returns in place."""
+    if is_fake(t) or t.layout is not torch.strided or not t._is_view():
+        return t
+    if t.is_conj() or t.is_neg() or t.untyped_storage().nbytes() > t.numel() * t.element_size():
+        return t.resolve_conj().resolve_neg().clone()  # of a part, so that the rest is not kept with it
+    return same_memory(t)
+
+
+def same_memory(t: Tensor) -> Tensor:
+    """Another tensor with the same data, and no view of it for autograd."""
+    return t.new_empty(0).set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride())
 
 
 def _address(t: Tensor) -> int:

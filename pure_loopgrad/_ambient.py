@@ -19,6 +19,23 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 )
 
 
+@contextmanager
+def as_trained(trains: bool) -> Iterator[None]:
+    """A block in which attention computes what it does while its inputs require grad.
+
+    torch.nn's encoder layers have another way for inputs that do not, which sets padded places to zero. A first pass is
+    given such inputs, and a recomputation is not.
+    """
+    fast = trains and torch.backends.mha.get_fastpath_enabled()
+    if fast:
+        torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        if fast:
+            torch.backends.mha.set_fastpath_enabled(True)
+
+
 @dataclass(frozen=True)
 class Ambient:
     """Autocast, the default device, and the values of `SETTINGS`."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pure_loopgrad import _tree
 from pure_loopgrad._body import ChunkBody, Labels
+from pure_loopgrad._dual_level import in_dual_level, within_dual_level
 from pure_loopgrad._levels import is_recorded
 from pure_loopgrad._linearise import Mask, gradients, linearise, put, zeros_for_none
 from pure_loopgrad._shapes import Meta, Outline
@@ -220,6 +221,7 @@ def push_forward(body: JvpBody | DualBody, consts: Tensors, xs: Tensors) -> tupl
 
     # with grad mode off, some ops choose a backward formula that has no forward derivative (silu)
     with torch.enable_grad():
-        jvp = torch.func.jvp(outputs, tuple(compress(inputs, body.wrt)), tangents, has_aux=True)
-    _, found, both = cast("tuple[Any, Tensors, tuple[Tensors, Tensors]]", jvp)
+        jvp = within_dual_level if in_dual_level() else torch.func.jvp
+        pushed = jvp(outputs, tuple(compress(inputs, body.wrt)), tangents, has_aux=True)
+    _, found, both = cast("tuple[Any, Tensors, tuple[Tensors, Tensors]]", pushed)
     return both, found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from torch._functorch.pyfunctorch import (
     temporarily_clear_interpreter_stack,
 )
 from torch.autograd import forward_ad
+
+unpack_dual: Any = forward_ad.unpack_dual  # torch leaves it untyped
 
 
 def is_wrapped(t: Tensor) -> bool:
@@ -120,7 +122,7 @@ def is_constant(t: Tensor) -> bool:
         return False
     top = retrieve_current_functorch_interpreter()
     if level_of(t) == top.level():
-        if t.requires_grad or torch._C._functorch.is_batchedtensor(t) or forward_ad.unpack_dual(t).tangent is not None:
+        if t.requires_grad or torch._C._functorch.is_batchedtensor(t) or unpack_dual(t).tangent is not None:
             return False
         t = torch.func.debug_unwrap(t, recurse=False)
     with top.lower():

@@ -15,6 +15,7 @@ from pure_loopgrad._levels import active_levels
 from pure_loopgrad._user import Tensors
 
 T = TypeVar("T")
+PROBE = torch.zeros(0, requires_grad=True, device="cpu")
 ENGINE = torch.autograd.Variable._execution_engine
 Mask = tuple[bool, ...]
 # cotangents, and whether this is the last call -> gradients, None where the outputs do not depend on a primal
@@ -28,12 +29,13 @@ def linearise(
 
     Grad mode decides whether the backward is itself recorded. It is off in a loop's first derivative, on plain tensors:
     there, ordinary autograd on detached leaves does the same as `torch.func.vjp` with less overhead (90 us instead of
-    220 us for an iteration of tanh(W x), 32 x 32). Inside another derivative it is on.
+    220 us for an iteration of tanh(W x), 32 x 32). Inside another derivative it is on. In inference mode
+    ordinary autograd records nothing whatever the grad mode, but torch.func does.
     """
     if torch.compiler.is_dynamo_compiling():  # of the two, the one that dynamo can follow
         outputs, pullback, aux = cast(Any, torch.func.vjp(fn, *primals, has_aux=True))
         return outputs, lambda c, last: pullback(tuple(c)), aux
-    if torch.is_grad_enabled() or active_levels() > 0:
+    if torch.is_grad_enabled() or active_levels() > 0 or torch.is_inference_mode_enabled():
         outputs, pullback, aux = cast(Any, torch.func.vjp(fn, *primals, has_aux=True))
         # retain_graph is an argument of torch's pullback that its documentation does not list, and saves the memory of
         # the graph as the backward walks it; tests/test_private_torch.py says so if it goes
@@ -42,6 +44,14 @@ def linearise(
     with torch.enable_grad():
         outputs, aux = fn(*leaves)
     return outputs, PlainPullback(outputs, leaves), [t.detach() for t in aux]
+
+
+def records() -> bool:
+    """Whether ordinary autograd records anything here, with grad mode on. It does not in inference mode, of which
+    torch.func leaves half in force around the backward of its transforms: no mode is on, and yet nothing is recorded.
+    """
+    with torch.enable_grad():
+        return (PROBE + PROBE).requires_grad
 
 
 @dataclass(frozen=True)

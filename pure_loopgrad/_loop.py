@@ -9,6 +9,7 @@ the memory of one chunk. Only the inputs are kept between a pass and the next.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from pure_loopgrad import _effects, _tree
 from pure_loopgrad._accumulate import Consumer, Outputs, with_storage
+from pure_loopgrad._ambient import as_trained
 from pure_loopgrad._batched import VmapBody, user_inputs_batched
 from pure_loopgrad._body import Chunk, ChunkBody
 from pure_loopgrad._capture import version_of
@@ -27,7 +29,7 @@ from pure_loopgrad._direct import RunChunks
 from pure_loopgrad._eager import eager
 from pure_loopgrad._forward_mode import SingleLevelFunction, apply_at_one_level, below_one_level, join, part
 from pure_loopgrad._levels import active_levels, innermost_in_forward_mode
-from pure_loopgrad._linearise import Mask, put
+from pure_loopgrad._linearise import Mask, put, records
 from pure_loopgrad._nonfinite import check_derivative, check_sums
 from pure_loopgrad._pullback import PullBackChunks
 from pure_loopgrad._purity import refuse_changed_inputs
@@ -99,9 +101,9 @@ class _LoopFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        needs = zip(ctx.needs_input_grad[1:], ctx.saved_tensors, strict=True)
-        wrt = tuple(need and _tree.is_differentiable(t) for need, t in needs)
-        return (None, *pull_back_loop(ctx.loop, ctx.saved_tensors, wrt, cotangents))
+        tensors = ctx.saved_tensors  # read once: what unpacks them may copy, or allow no more, as torch's checkpoint
+        wrt = tuple(map(_wanted, ctx.needs_input_grad[1:], tensors))
+        return (None, *pull_back_loop(ctx.loop, tensors, wrt, cotangents))
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -126,6 +128,10 @@ class _LoopFunction(torch.autograd.Function):
         body = VmapBody(loop.body, nc, batched, info.randomness if drew else "same")
         sums, stacks = replace(loop, body=body)(moved[:nc], moved[nc:])
         return (*sums, *stacks), (*(0 for _ in sums), *(1 for _ in stacks))
+
+
+def _wanted(need: bool, t: Tensor) -> bool:
+    return need and _tree.is_differentiable(t)
 
 
 class _GradFunction(SingleLevelFunction):  # type: ignore[misc]  # of type Any
@@ -178,8 +184,9 @@ def _run(loop: Loop, consts: Tensors, xs: Tensors) -> tuple[list[Tensor], list[T
         outlines = loop.body.outline(consts, xs)
         return [m.zeros() for m in outlines[0]], [m.zeros() for m in outlines[1]]
     outputs = Outputs(loop.n)
-    stream(loop, consts, xs, outputs)
-    return outputs.finish((*consts, *xs))
+    with nullcontext() if records() else torch.inference_mode():
+        stream(loop, consts, xs, outputs)
+        return outputs.finish((*consts, *xs))
 
 
 def stream(loop: Loop, consts: Tensors, xs: Tensors, outputs: Consumer) -> None:
@@ -189,7 +196,8 @@ def stream(loop: Loop, consts: Tensors, xs: Tensors, outputs: Consumer) -> None:
     random_numbers = loop.tape.recording if loop.first_pass else loop.tape.replaying
     idle = () if loop.first_pass else loop.idle
     report = trace.progress if loop.n == trace.n else None  # a part of a scan reports its steps itself
-    with _effects.running(trace, recomputation=not loop.first_pass), random_numbers(trace.sources) as rng:
+    running = _effects.running(trace, recomputation=not loop.first_pass)
+    with running, as_trained(trace.trains), random_numbers(trace.sources) as rng:
         pieces = zip(chunks(loop.n, loop.chunk_size), slices(xs, loop.n, loop.chunk_size), strict=True)
         for i, (iterations, chunk) in enumerate(pieces):
             if idle and all(idle[iterations.start : iterations.stop]):
@@ -208,6 +216,8 @@ def stream(loop: Loop, consts: Tensors, xs: Tensors, outputs: Consumer) -> None:
 def _runner(loop: Loop) -> RunChunk:
     """How a pass runs its chunks: compiled, as pullbacks of plain tensors, or as they are."""
     trace, body = loop.trace, loop.body
+    if torch.is_inference_mode_enabled():  # no graph of ordinary autograd, which all else here is made for
+        return body
     if trace.compile is False and not torch.is_grad_enabled() and active_levels() == 0:
         if isinstance(body, Chunk):
             return RunChunks(body)

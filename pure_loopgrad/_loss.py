@@ -6,18 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from pure_loopgrad import _tree
+from pure_loopgrad._accumulate import same_memory
 from pure_loopgrad._capture import Watch, refuse_captured
 from pure_loopgrad._compile import compiled
 from pure_loopgrad._constants import Constants
 from pure_loopgrad._levels import active_levels, is_recorded
 from pure_loopgrad._linearise import Mask, linearise, put
 from pure_loopgrad._reduce import Prepared
+from pure_loopgrad._shapes import is_fake
 from pure_loopgrad.errors import LoopTypeError
 
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
@@ -45,16 +47,37 @@ def pull_back_loss(loss: Loss | None, prepared: Prepared, wrt: Mask, raw: Sequen
     n_consts = prepared.loop.n_consts
     floats = tuple(_tree.is_differentiable(t) for t in leaves)
     mask = (*wrt[:n_consts], *floats)
+    kept = prepared.loop.residuals is not None  # graphs that may need the outputs as they are
 
     def value_of(*primals: Tensor) -> tuple[Tensor]:
         both = put([*prepared.consts, *leaves], mask, primals)
-        args = prepared.params.fill(both[:n_consts]), skeleton.fill(both[n_consts:])
+        outputs = both[n_consts:] if kept or active_levels() > 0 else list(map(_changeable, both[n_consts:]))
+        args = prepared.params.fill(both[:n_consts]), skeleton.fill(outputs)
         return (_watched(loss, args, both, prepared),)
 
     value, grads = _value_and_grads(value_of, list(compress([*prepared.consts, *leaves], mask)))
     every: Gradients = put([None] * len(mask), mask, grads)
     direct = [*every[:n_consts], *nothing[n_consts:]]
     return PulledBack(value, direct, prepared.raw_cotangents(raw, every[n_consts:]))
+
+
+class _Changeable(torch.autograd.Function):
+    """The identity, to something that a loss may change in place, which autograd allows nobody to do to a leaf."""
+
+    @staticmethod
+    def forward(t: Tensor) -> Tensor:
+        return same_memory(t) if t.layout is torch.strided and not is_fake(t) else t.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        """Nothing to keep."""
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        return cotangent
+
+
+_changeable = cast("Callable[[Tensor], Tensor]", _Changeable.apply)
 
 
 def _value_and_grads(fn: Callable[..., tuple[Tensor]], primals: list[Tensor]) -> tuple[Tensor, Sequence[Tensor | None]]:

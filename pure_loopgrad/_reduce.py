@@ -71,6 +71,8 @@ class Prepared:
         mask = tuple(w and _tree.is_differentiable(t) for w, t in zip(wrt, self.inputs, strict=True))
         if save in ("nothing", 0) or not any(mask) or active_levels() > 0 or loop.trace.debug_nonfinite:
             return self
+        if torch.is_inference_mode_enabled():  # nothing can be recorded
+            return self
         budget = save if isinstance(save, int) else inf
         kept = Residuals(self.chunk, mask, budget, -(-loop.n // loop.chunk_size))
         return replace(self, loop=replace(loop, residuals=kept))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pure_loopgrad import _effects, _run, _tree
+from pure_loopgrad._ambient import as_trained
 from pure_loopgrad._eager import eager
 from pure_loopgrad._loop import Loop
 from pure_loopgrad._schedule import Plan, check_plan
@@ -113,7 +114,8 @@ def scan(
         segment = Segment(step, len(consts), len(carry), 0, n, plan, reverse, record.offload)
         # with offload, as one loop of the primitive, which keeps nothing before the backward starts
         whole = segment if record.offload is None else Loop(segment, 1, 1, len(everything), trace)
-        with first_pass_checked(trace, everything), _effects.running(trace, recomputation=False):
+        running = _effects.running(trace, recomputation=False)
+        with first_pass_checked(trace, everything), running, as_trained(trace.trains):
             outs = [*whole(everything, ())[0]]
     assert trace.outputs is not None
     last, stacked = trace.outputs.fill(outs)
@@ -166,11 +168,13 @@ def _truncated(
     x_tensors, x_skeleton = _tree.split(xs)
     n = _steps(x_tensors, x_skeleton, length)
     head = max(0, n - k)
+    if head == 0:
+        return scan(body, params, init, xs, length=n, **options)
     sizes = [n - head, head] if options["reverse"] else [head, n - head]
     pieces = [x_skeleton.fill(piece) for piece in zip(*(torch.split(x, sizes) for x in x_tensors), strict=True)]
     first, last = (pieces or [xs, xs])[:: -1 if options["reverse"] else 1]
     carry, ys = scan(body, _constant(params), _constant(init), _constant(first), length=head, **options)
-    carry, more = scan(body, params, carry if head else init, last, length=n - head, **options)
+    carry, more = scan(body, params, carry, last, length=n - head, **options)
     parts = (more, ys) if options["reverse"] else (ys, more)
     a, b = (_tree.split(part) for part in parts)
     return carry, a[1].fill([torch.cat(pair) for pair in zip(a[0], b[0], strict=True)])

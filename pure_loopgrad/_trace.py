@@ -38,6 +38,7 @@ class Trace:
     outputs: _tree.Skeleton | None = None
     shapes: list[Meta] = field(default_factory=list)  # of one iteration's outputs
     constants: Constants = field(default_factory=Constants)
+    differentiates: bool = False  # whether the call itself asks for a gradient, whatever the grad mode around it
     draws: bool = False  # whether some iteration drew random numbers
     settled: bool = False  # whether the ambient settings are in force around the pass that runs now
     iterations: range = range(0)  # the chunk that runs now
@@ -58,6 +59,11 @@ class Trace:
         for outer in enclosing():
             trace.constants.inherit(outer.constants)
         return trace
+
+    @property
+    def trains(self) -> bool:
+        """Whether a gradient may be asked for."""
+        return self.grad_mode or self.differentiates
 
     @property
     def checking(self) -> bool:

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 import optree
 import torch
@@ -88,7 +88,7 @@ def flatten(tree: PyTree) -> tuple[list[Any], TreeSpec]:
     if not unknown:
         return leaves, spec
     for cls in unknown:
-        _register_dataclass(cls)
+        (_register_mapping if issubclass(cls, (dict, list, tuple)) else _register_dataclass)(cls)
     return flatten(tree)
 
 
@@ -217,3 +217,28 @@ def _register_dataclass(cls: type) -> None:
         return obj
 
     optree.register_pytree_node(cls, take_apart, put_together, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE)
+
+
+def _register_mapping(cls: type) -> None:
+    """Makes a dataclass that is a dict as well a node of its items, which must be its fields: an output of
+    transformers.
+    """
+    if not issubclass(cls, dict):
+        raise LoopTypeError(f"{cls.__name__} is a dataclass and a sequence; use one that is a dataclass alone")
+    names = tuple(f.name for f in dataclasses.fields(cast(Any, cls)))
+
+    def take_apart(obj: Any) -> tuple[tuple[Any, ...], tuple[str, ...], tuple[str, ...]]:
+        if any(getattr(obj, name) is not obj.get(name) for name in names):
+            raise LoopTypeError(f"the fields of a {cls.__name__} are not its items; use a dict or a dataclass")
+        return tuple(obj.values()), tuple(obj), tuple(obj)
+
+    def put_together(keys: Any, children: Any) -> Any:
+        obj: Any = cls.__new__(cls)
+        for name in names:
+            object.__setattr__(obj, name, None)
+        for name, child in zip(keys, children, strict=True):
+            super(cls, obj).__setitem__(name, child)
+            object.__setattr__(obj, name, child)
+        return obj
+
+    optree.register_pytree_node(cls, take_apart, put_together, path_entry_type=optree.MappingEntry, namespace=NAMESPACE)

@@ -89,6 +89,7 @@ def prepare_without_graph(
     if isinstance(options.weights, Tensor):
         options = replace(options, weights=as_constant(options.weights))
     prepared = prepare(body, params, xs, resolved(body, params, xs, options))
+    prepared.loop.trace.differentiates = True
     over_params = [0 in argnums and marked for marked in not_frozen(prepared.consts)]
     n_xs = prepared.xs_skeleton.n_tensors  # weights may stand behind them
     over_xs = [1 in argnums and i < n_xs and _tree.is_differentiable(t) for i, t in enumerate(prepared.xs)]

@@ -12,12 +12,12 @@ from torch import Tensor
 from pure_loopgrad import _run, _tree
 from pure_loopgrad._eager import eager
 from pure_loopgrad._levels import is_recorded
-from pure_loopgrad._rng import Sources
+from pure_loopgrad._rng import Sources, moved
 from pure_loopgrad._scan import scan
 from pure_loopgrad._schedule import Plan, check_plan
 from pure_loopgrad._trace import unnoticed
 from pure_loopgrad._tree import PyTree
-from pure_loopgrad.errors import LoopTypeError, LoopValueError
+from pure_loopgrad.errors import ImpureBodyError, LoopTypeError, LoopValueError
 
 
 @eager
@@ -104,6 +104,7 @@ def while_loop(
         The last carry.
 
     Raises:
+        ImpureBodyError: the condition draws random numbers, and a gradient is asked for.
         LoopTypeError: the condition is no single bool.
         LoopValueError: the condition depends on what `torch.vmap` batches, so that the number of steps differs.
         LoopGradError: see `scan`.
@@ -127,9 +128,25 @@ def while_loop(
         return _run_while(cond, body, params, init, max_steps)[0]
     sources = Sources.of(tensors, skeleton.static, _run.current(run).generators)
     with unnoticed(sources):  # the second run draws what this one draws
-        _, n = _run_while(cond, body, params, init, max_steps)
+        _, n = _run_while(_drawing_nothing(cond, sources), body, params, init, max_steps)
     carry, _ = scan(_CarryOnly(body), params, init, None, length=n, checkpoints=checkpoints, run=run)
     return carry
+
+
+def _drawing_nothing(cond: Callable[[Any, Any], Any], sources: Sources) -> Callable[[Any, Any], Any]:
+    """The condition, which the second run does not ask again, so that the body would draw other numbers there."""
+
+    def checked(params: Any, carry: Any) -> Any:
+        before = sources.state()
+        answer = cond(params, carry)
+        if moved(before, sources.state()):
+            raise ImpureBodyError(
+                "the condition of a while_loop draws random numbers, and a recomputation does not ask it again. Draw "
+                "in the body, and carry what decides"
+            )
+        return answer
+
+    return checked
 
 
 def _run_while(

@@ -139,3 +139,32 @@ def test_jacfwd_keeps_one_copy_of_the_outputs():
     jacfwd(lambda w: plg.map(seen, w, XS))(W)
     assert levels[:N] == [0] * N
     assert len(levels) == 2 * N
+
+
+LOOPS = {
+    "map": lambda w: plg.map(body, w, XS),
+    "chunks": lambda w: plg.map(body, w, XS, chunk_size=2),
+    "weighted": lambda w: plg.mean(body, w, XS, weights=torch.arange(1.0, N + 1)),
+    "scan": lambda w: plg.scan(lambda w, c, x: (torch.tanh(w @ c + x), c * x), w, XS[0], XS)[1],
+    "checkpoint": lambda w: plg.checkpoint(lambda w: body(w, XS[0]))(w),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_in_a_dual_level_of_ordinary_autograd(loop):
+    with torch.autograd.forward_ad.dual_level():
+        primal, tangent = torch.autograd.forward_ad.unpack_dual(loop(torch.autograd.forward_ad.make_dual(W, V)))
+    expected = jvp(loop, (W,), (V,))
+    assert_same(primal, expected[0])
+    assert_same(tangent, expected[1])
+    live = W.clone().requires_grad_()
+    assert torch.autograd.gradcheck(loop, live, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(loop, live, check_fwd_over_rev=True)
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # from torch's own folding of constants
+@pytest.mark.parametrize("name", ["map", "chunks", "scan", "checkpoint"])
+def test_linearize(name):
+    primal, push = torch.func.linearize(LOOPS[name], W)
+    for v in (V, V.sin()):
+        assert_same((primal, push(v)), jvp(LOOPS[name], (W,), (v,)))

@@ -241,3 +241,22 @@ def test_the_gradient_of_xs_has_zeros_where_an_iteration_weighs_nothing():
     f = plg.value_and_grad(lambda p, x: body(p, x).sum(), reduce="mean", weights=weights, argnums=1)
     scalar = torch.autograd.grad((torch.stack([body(w, x).sum() for x in live]) * weights).sum() / weights.sum(), live)
     assert_close(f(w, xs)[1], scalar[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 4}, {"reduce": "sum"}, {"reduce": "mean"}], ids=str)
+def test_a_loss_may_work_in_place(options):
+    w, xs = torch.tensor([0.5, -1.0], dtype=torch.float64), torch.linspace(-1, 1, 8, dtype=torch.float64).reshape(4, 2)
+    body = lambda w, x: torch.tanh(w * x)
+    loss = lambda w, y: y.mul_(2).add_(w).square().sum()
+    reductions = {"stack": torch.stack, "sum": sum, "mean": lambda ys: sum(ys) / 4}
+    reduced = reductions[options.get("reduce", "stack")]
+    gradient, value = torch.func.grad_and_value(lambda w: loss(w, reduced([body(w, x) for x in xs]).clone()))(w)
+    found = plg.value_and_grad(body, loss, **options)(w, xs)
+    torch.testing.assert_close(found, (value, gradient), rtol=1e-12, atol=1e-12)
+
+
+def test_a_loss_in_place_does_not_write_into_graphs_that_are_kept():
+    loss = lambda w, y: y.mul_(2).sum()
+    f = plg.value_and_grad(lambda w, x: torch.tanh(w * x), loss, run=plg.Run(save="everything"))
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is being used in an in-place operation"):
+        f(torch.ones(2), torch.ones(1, 2))

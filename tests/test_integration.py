@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from dataclasses import dataclass
+
 import beartype
 import einops
 import jaxtyping
@@ -199,3 +202,66 @@ def test_lightning_with_manual_optimisation(tmp_path):
         (torch.stack([alone(x) for x in xs]) - target).square().mean().backward()
         optimiser.step()
     assert_close(list(net.parameters()), list(alone.parameters()), rtol=1e-5)
+
+
+SAVING_LOOPS = {
+    "map": lambda w, xs: plg.map(lambda w, x: torch.tanh(w * x), w, xs),
+    "sum": lambda w, xs: plg.sum(lambda w, x: torch.tanh(w * x), w, xs),
+    "scan": lambda w, xs: plg.scan(lambda w, c, x: (torch.tanh(c * w) + x, c * w), w, w, xs)[1],
+    "checkpoint": lambda w, xs: plg.checkpoint(lambda w: torch.tanh(w * xs))(w),
+}
+
+
+@pytest.mark.parametrize("loop", SAVING_LOOPS.values(), ids=SAVING_LOOPS)
+def test_inside_torch_utils_checkpoint(loop):
+    xs = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3)
+    live = torch.tensor([0.5, -0.25, 1.0], dtype=torch.float64, requires_grad=True)
+    around = torch.utils.checkpoint.checkpoint(lambda w: loop(w, xs).sin(), live, use_reentrant=False)
+    found, expected = (torch.autograd.grad(y.sum(), live)[0] for y in (around, loop(live, xs).sin()))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_what_a_loop_saves_is_unpacked_once():
+    counts = {"packed": 0, "unpacked": 0}
+
+    def counting(name):
+        def hook(t):
+            counts[name] += 1
+            return t
+
+        return hook
+
+    live = torch.ones(3, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(counting("packed"), counting("unpacked")):
+        ys = plg.map(lambda w, x: w * x, live, torch.ones(1, 3))
+    torch.autograd.grad(ys, live, torch.ones_like(ys))
+    assert counts == {"packed": 2, "unpacked": 2}
+
+
+def test_outputs_of_transformers_are_pytrees():
+    @dataclass
+    class Output(OrderedDict):  # as transformers.utils.ModelOutput: its items are the fields that are not None
+        state: torch.Tensor | None = None
+        pooled: torch.Tensor | None = None
+
+        def __post_init__(self):
+            for name in ("state", "pooled"):
+                if getattr(self, name) is not None:
+                    super().__setitem__(name, getattr(self, name))
+
+    w, xs = torch.tensor([1.0, 2.0], requires_grad=True), torch.ones(4, 2)
+    for options in ({}, {"chunk_size": 2}):
+        found = plg.map(lambda w, x: Output(pooled=w * x), w, xs, **options)
+        assert isinstance(found, Output)
+        assert (found.state, list(found), found.pooled.shape) == (None, ["pooled"], (4, 2))
+        assert found["pooled"] is found.pooled
+        assert torch.autograd.grad(found.pooled.sum(), w)[0].tolist() == [4, 4]
+
+
+def test_a_dataclass_that_is_a_dict_of_something_else_is_refused():
+    @dataclass
+    class Output(dict):
+        state: torch.Tensor
+
+    with pytest.raises(plg.errors.LoopTypeError, match="the fields of a Output are not its items"):
+        plg.map(lambda w, x: Output(w * x), torch.ones(2), torch.ones(3, 2))

@@ -200,3 +200,28 @@ def test_no_iterations_and_the_body_sees_no_data():
     seen = []
     plg.map(lambda W, x: (seen.append(type(x).__name__), x)[1], W, XS[:0])
     assert seen == ["FakeTensor"]
+
+
+VIEWS = {
+    "part": lambda w, x: (w * x)[:2],
+    "transposed": lambda w, x: (w[:, None] * x).t(),
+    "conjugate": lambda w, x: torch.complex(w * x, w - x).conj(),
+    "imaginary part": lambda w, x: torch.complex(w * x, w - x).imag,
+    "whole": lambda w, x: (w * x).reshape(3, 1),
+}
+
+
+@pytest.mark.parametrize("body", VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize(("n", "chunk_size"), [(1, 1), (4, 1), (4, 2), (4, 4)])
+def test_what_a_loop_returns_may_be_changed_in_place(body, n, chunk_size):
+    w = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    xs = torch.linspace(-1, 1, 3 * n, dtype=torch.float64).reshape(n, 3)
+    loops = {
+        "map": (plg.map(body, w, xs, chunk_size=chunk_size), torch.stack([body(w, x) for x in xs])),
+        "sum": (plg.sum(body, w, xs, chunk_size=chunk_size), sum(body(w, x) for x in xs)),
+        "checkpoint": (plg.checkpoint(lambda w: body(w, xs[0]))(w), body(w, xs[0])),
+    }
+    for ours, plain in loops.values():
+        torch.testing.assert_close(ours.mul_(2), 2 * plain, rtol=1e-12, atol=1e-12)
+        grads = (torch.autograd.grad(y.abs().square().sum(), w)[0] for y in (ours, 2 * plain))
+        torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)

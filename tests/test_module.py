@@ -78,3 +78,33 @@ def test_shared_parameters_count_once(make):
 def test_what_is_no_module(value, text):
     with pytest.raises(TypeError, match=text):
         plg.from_module(value)
+
+
+@pytest.mark.parametrize("name", ["map", "chunks", "scan", "value_and_grad", "value_and_grad, no grad mode"])
+def test_attention_takes_the_same_way_in_every_pass(name):
+    """Torch's encoder layers set padded places to zero where nothing requires grad, as in a first pass."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0, dtype=torch.float64)
+    net = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=True).eval()
+    xs, padded = torch.randn(3, 2, 5, 8, dtype=torch.float64), torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, 1]]).bool()
+    weights = torch.randn(3, 2, 5, 8, dtype=torch.float64)
+    params = dict(net.named_parameters())
+    body = lambda p, x: torch.func.functional_call(net, p, (x,), {"src_key_padding_mask": padded})
+    loss = lambda _, ys: (ys * weights).sum()
+
+    plain = torch.stack([net(x, src_key_padding_mask=padded) for x in xs])
+    expected = torch.autograd.grad(loss(None, plain), list(params.values()))
+    if name.startswith("value_and_grad"):
+        with torch.set_grad_enabled(not name.endswith("no grad mode")):
+            ours = plg.value_and_grad(body, loss)(params, xs)[1].values()
+    else:
+        loops = {
+            "map": lambda: plg.map(body, params, xs),
+            "chunks": lambda: plg.map(lambda p, x: body(p, x), params, xs, chunk_size=3),
+            "scan": lambda: plg.scan(lambda p, c, x: (c, body(p, x)), params, xs[0], xs)[1],
+        }
+        ys = loops[name]()
+        torch.testing.assert_close(ys, plain, rtol=1e-10, atol=1e-12)
+        ours = torch.autograd.grad(loss(None, ys), list(params.values()))
+    torch.testing.assert_close(list(ours), list(expected), rtol=1e-9, atol=1e-12)
+    assert torch.backends.mha.get_fastpath_enabled()

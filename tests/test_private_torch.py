@@ -10,8 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
-from pure_loopgrad._accumulate import with_storage
+from pure_loopgrad._accumulate import same_memory, with_storage
 from pure_loopgrad._capture import unwatched
+from pure_loopgrad._dual_level import in_dual_level
 from pure_loopgrad._early_stop import Layout, NotComputed, Recording
 from pure_loopgrad._forward_mode import SingleLevelFunction, apply_at_one_level, below_one_level
 from pure_loopgrad._levels import (
@@ -23,7 +24,7 @@ from pure_loopgrad._levels import (
     is_wrapped,
     level_of,
 )
-from pure_loopgrad._linearise import ENGINE
+from pure_loopgrad._linearise import ENGINE, records
 from pure_loopgrad.errors import ImpureBodyError
 
 
@@ -186,3 +187,43 @@ def test_which_transform_is_innermost_in_forward_mode():
     torch.func.grad(lambda x: torch.func.jvp(note, (x,), (x,))[1])(x)
     torch.func.jvp(torch.func.vmap(note), (x[None],), (x[None],))
     assert (innermost_in_forward_mode(), *seen) == (None, None, "jvp", None, "jvp", None)
+
+
+def test_a_dual_level_of_ordinary_autograd_is_seen():
+    assert not in_dual_level()
+    with forward_ad.dual_level():
+        assert in_dual_level()
+    seen = []
+    torch.func.jvp(lambda x: (seen.append(in_dual_level()), x)[1], (torch.ones(2),), (torch.ones(2),))
+    assert (seen, in_dual_level()) == ([False], False)
+
+
+def test_views_are_known_and_lose_that():
+    whole = torch.ones(2, 3)
+    assert whole.t()._is_view()
+    assert not same_memory(whole.t())._is_view()
+    assert same_memory(whole.t()).data_ptr() == whole.data_ptr()
+
+
+def test_inference_mode_is_seen_where_torch_func_leaves_half_of_it():
+    seen = []
+
+    class Spy(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            with below_all_levels():
+                seen.append((torch.is_inference_mode_enabled(), records()))
+            return cotangent
+
+    assert records()
+    with torch.inference_mode():
+        torch.func.grad(lambda x: Spy.apply(x).sum())(torch.ones(3))
+    assert seen == [(False, False)]

@@ -573,3 +573,25 @@ def test_what_is_no_place(offload, kind):
 def test_what_is_no_number_of_steps(name, value):
     with pytest.raises(ValueError, match=f"{name}="):
         plg.scan(rnn, data(2, 2), data(2), data(3, 2), **{name: value})
+
+
+def test_a_truncation_of_all_steps_runs_no_empty_head():
+    body = lambda a, c, x: (a * c + x.item(), c)  # reads a number, which a run for shapes alone could not
+    one = torch.ones(())
+    cut = plg.scan(body, one, one, torch.ones(3), truncate=5)
+    assert [t.tolist() for t in cut] == [t.tolist() for t in plg.scan(body, one, one, torch.ones(3))] == [4, [1, 2, 3]]
+
+
+def test_a_condition_that_draws_is_refused_where_a_gradient_is_asked_for():
+    cond = lambda a, c: torch.rand(()) < 0.9
+    body = lambda a, c: a * c + torch.rand(())
+    a = torch.tensor(1.1)
+    with pytest.raises(plg.errors.ImpureBodyError, match="the condition of a while_loop draws random numbers"):
+        plg.while_loop(cond, body, a.clone().requires_grad_(), torch.ones(()), max_steps=20)
+    torch.manual_seed(0)
+    ours = plg.while_loop(cond, body, a, torch.ones(()), max_steps=20)
+    torch.manual_seed(0)
+    plain = torch.ones(())
+    while cond(a, plain):
+        plain = body(a, plain)
+    assert ours == plain

@@ -1,0 +1,41 @@
+"""A jvp inside torch.autograd.forward_ad, which has one level only, so that torch.func.jvp cannot open another one.
+
+Nobody but gradcheck and torch.func.linearize uses it around a loop as a rule. The level is shared: what is given to a
+derived loop has no tangent there, so new dual tensors at that level are those of this jvp alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
+
+from pure_loopgrad import _tree
+from pure_loopgrad._levels import unpack_dual
+
+make_dual: Any = forward_ad.make_dual  # torch leaves it untyped
+
+
+def in_dual_level() -> bool:
+    """Whether a level is open, and not by torch.func, whose jvps all work on that one level, told apart by wrappers.
+
+    Private names of torch, which has no public ones for it; tests/test_private_torch.py says so if they move.
+    """
+    return forward_ad._current_level >= 0 and eager_transforms.JVP_NESTING == 0
+
+
+def within_dual_level(
+    fn: Callable[..., tuple[Any, Any]], primals: Sequence[Tensor], tangents: Sequence[Tensor], *, has_aux: bool
+) -> tuple[Any, tuple[Tensor, ...], Any]:
+    """`torch.func.jvp` of a function of flat tensors, with aux, in the level that is open."""
+    assert has_aux
+    with forward_ad._set_fwd_grad_enabled(True):
+        outputs, aux = fn(*(make_dual(p.detach(), t) for p, t in zip(primals, tangents, strict=True)))
+        pairs = [unpack_dual(y) for y in outputs]
+        found = [torch.zeros_like(p.primal) if p.tangent is None else p.tangent for p in pairs]
+        plain = _tree.tree_map(lambda y: unpack_dual(y).primal, aux)
+    return [p.primal for p in pairs], tuple(found), plain
