@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 
 import optree
 import pytest
@@ -180,6 +181,61 @@ def test_dp_sgd(chunk_size):
     assert_close(a, b)
     noise = torch.cat([(x - y).flatten() for x, y in zip(oracle.leaves(a), ref, strict=True)])
     assert 1.5 < noise.std() < 2.5
+
+
+def cosines(grads):
+    m = grads.mean(0)
+    return torch.nan_to_num(grads @ m / (grads.norm(dim=1) * m.norm()))
+
+
+@pytest.mark.parametrize(("chunk_size", "randomness"), [(1, "error"), (4, "different"), (4, "same")])
+def test_a_second_pass_draws_what_the_first_drew(chunk_size, randomness):
+    """And the generator ends where one pass leaves it, so that what is drawn behind it is the same."""
+    noisy = lambda w, x: torch.nn.functional.dropout(w * x, 0.5).square().sum()
+    w, xs = torch.ones(4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
+    over = lambda chunk: torch.func.vmap(torch.func.grad(noisy), (None, 0), randomness=randomness)(w, chunk)
+    torch.manual_seed(1)
+    if chunk_size == 1:
+        grads = torch.stack([torch.func.grad(noisy)(w, x) for x in xs])
+    else:
+        grads = torch.cat([over(chunk) for chunk in xs.split(chunk_size)])
+    state = torch.get_rng_state()
+    fold = {"cos": folds.cosine_to_mean(), "norms": folds.norms()}
+    torch.manual_seed(1)
+    found = plg.fold_grads(noisy, w, xs, fold, chunk_size=chunk_size, randomness=randomness)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_close(found, {"cos": cosines(grads), "norms": grads.norm(dim=1)}, rtol=1e-9)
+
+
+def test_a_second_pass_replays_a_given_generator():
+    draw = random.Random(0)
+    noisy = lambda w, x: (w * x).sin().sum() * draw.random()
+    w, xs = torch.ones(4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
+    grads = torch.stack([torch.func.grad(noisy)(w, x) for x in xs])
+    state = draw.getstate()
+    draw.seed(0)
+    found = plg.fold_grads(noisy, w, xs, folds.cosine_to_mean(), run=plg.Run(generators=(draw,)))
+    assert_close(found, cosines(grads), rtol=1e-9)
+    assert draw.getstate() == state
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4])
+def test_a_second_pass_under_transforms(chunk_size):
+    """The derivative of a cosine, and an ensemble whose members draw masks of their own."""
+    noisy = lambda w, x: torch.nn.functional.dropout(w * x, 0.5).square().sum()
+    w, xs = torch.ones(16, dtype=torch.float64), torch.randn(6, 16, dtype=torch.float64)  # no mask leaves nothing
+    fold = lambda w: plg.fold_grads(noisy, w, xs, folds.cosine_to_mean(), chunk_size=chunk_size, randomness="different")
+    stored = lambda w: plg.per_iteration_grads(noisy, w, xs, chunk_size=chunk_size, randomness="different")
+    for of in (
+        torch.func.jacfwd,
+        torch.func.jacrev,
+        lambda f: lambda w: torch.func.vmap(f, randomness="different")(torch.stack([w, 2 * w])),
+    ):
+        torch.manual_seed(1)
+        ref, state = of(lambda w: cosines(stored(w)))(w), torch.get_rng_state()
+        torch.manual_seed(1)
+        assert_close(of(fold)(w), ref, rtol=1e-9)
+        assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_leaf_clipping():
