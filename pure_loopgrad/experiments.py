@@ -24,7 +24,7 @@ from pure_loopgrad._task import GradBody, Task
 from pure_loopgrad._trace import first_pass_checked
 from pure_loopgrad._tree import PyTree
 from pure_loopgrad._user import Terms
-from pure_loopgrad.errors import LoopTypeError
+from pure_loopgrad.errors import LoopTypeError, LoopValueError
 from pure_loopgrad.folds import Fold, norms
 
 Transform: TypeAlias = "Callable[[Any], Any]"
@@ -109,7 +109,9 @@ def fold_grads(
         The structure of `fold`, with each fold's result in its place.
 
     Raises:
-        LoopTypeError: the body returns no real scalar, or a leaf of fold is no Fold.
+        LoopTypeError: the body returns no real scalar, a leaf of fold is no Fold, or the transform changes the
+            structure.
+        LoopValueError: there are no iterations.
         LoopGradError: see `plg.map`.
 
     Memory: one chunk's gradients, c copies of params, and what the folds keep. Time: n (F + B), and once more for a
@@ -127,6 +129,8 @@ def fold_grads(
     for path, leaf in zip(spec.paths(), folds, strict=True):
         if not isinstance(leaf, Fold):
             raise LoopTypeError(f"fold{list(path)} is a {type(leaf).__name__}; expected a Fold, as of plg.folds")
+    if task.n == 0:
+        raise LoopValueError("xs has a leading axis of 0, so there is no gradient to fold")
     options = Options(chunk_size=check_chunk_size(chunk_size, task.n), randomness=randomness, run=run)
     prepared = prepare(GradBody(task), task.consts, task.xs, options)
     results = _fold_once(prepared, _Folding(task, folds, transform, randomness, run))
