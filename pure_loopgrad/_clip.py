@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from pure_loopgrad import _tree
+from pure_loopgrad._body import accumulation_dtype
+from pure_loopgrad._folding import length
 from pure_loopgrad._tree import PyTree
 
 
@@ -18,12 +18,12 @@ def clip_norm(limit: float, eps: float = 1e-6) -> Callable[[PyTree], PyTree]:
         eps: added to the norm before dividing, as Opacus does.
 
     Returns:
-        A function from a gradient to a gradient.
+        A function from a gradient to a gradient, in float32 for half precision.
     """
 
     def clip(grad: PyTree) -> PyTree:
-        norm = torch.stack([torch.linalg.vector_norm(g) for g in _tree.leaves_of(grad)]).norm()
-        return _tree.tree_map(lambda g: g * (limit / (norm + eps)).clamp(max=1.0), grad)
+        factor = (limit / (length(_tree.leaves_of(grad), 0) + eps)).clamp(max=1.0)
+        return _tree.tree_map(lambda g: g.to(accumulation_dtype(g.dtype)) * factor, grad)
 
     return clip
 
@@ -36,6 +36,6 @@ def clip_leaf_norms(limit: float, eps: float = 1e-6) -> Callable[[PyTree], PyTre
         eps: added to the norm before dividing.
 
     Returns:
-        A function from a gradient to a gradient.
+        A function from a gradient to a gradient, in float32 for half precision.
     """
     return lambda grad: _tree.tree_map(lambda g: clip_norm(limit, eps)(g), grad)

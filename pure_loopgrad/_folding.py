@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from pure_loopgrad import _tree
 from pure_loopgrad._body import accumulation_dtype
 from pure_loopgrad._levels import active_levels
 from pure_loopgrad._tree import PyTree
+from pure_loopgrad.errors import LoopValueError
+
+BLOCK = 2**16  # entries of a gradient that are copied together
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,11 +66,67 @@ def numbers(of: Callable[[PyTree], Tensor]) -> Fold:
 
 
 def norms_of(grads: PyTree) -> Tensor:
-    leaves = [torch.linalg.vector_norm(rows(g), dim=1) for g in _tree.leaves_of(grads)]
-    norms: Tensor = torch.linalg.vector_norm(torch.stack(leaves), dim=0)
-    return norms
+    """The Euclidean norm of each gradient of a chunk, over all leaves."""
+    return length(_tree.leaves_of(grads), 1)
+
+
+def length(leaves: Sequence[Tensor], kept: int) -> Tensor:
+    """The Euclidean norm over all leaves, for each entry of their first `kept` axes, at least in float32.
+
+    The entries are scaled by a power of two first, so that no square overflows or vanishes, and nothing else changes.
+    """
+    flat = [g.reshape(*g.shape[:kept], -1) for g in some(leaves)]
+    most = torch.stack([_largest(g) for g in flat]).amax(0)
+    scale = torch.where((most > 0) & torch.isfinite(most), torch.exp2(most.log2().floor()), 1).unsqueeze(-1)
+    parts = [torch.linalg.vector_norm(_wide(b) / scale, dim=-1) for g in flat for b in _blocks(g)]
+    norms: Tensor = torch.linalg.vector_norm(torch.stack(parts), dim=0)
+    return norms * scale.squeeze(-1)
+
+
+def some(leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The leaves of a gradient.
+
+    Raises:
+        LoopValueError: there are none.
+    """
+    if not leaves:
+        raise LoopValueError(
+            "the gradient has no leaf, so it has no norm and no direction: params holds no float or complex tensor, or "
+            "wrt= or requires_grad=False leaves all of them out"
+        )
+    return leaves
+
+
+def _wide(g: Tensor) -> Tensor:
+    return g.to(accumulation_dtype(g.dtype))
+
+
+def _largest(g: Tensor) -> Tensor:
+    """The largest magnitude along the last axis, a constant; zero for no entries."""
+    g = g.detach()
+    return _wide(torch.linalg.vector_norm(g, inf, dim=-1) if g.shape[-1] else g.abs().sum(-1))
+
+
+def _blocks(g: Tensor) -> tuple[Tensor, ...]:
+    """A leaf in parts, so that what is made of one is small; whole under a transform, which may keep each."""
+    return torch.split(g, BLOCK, -1) if active_levels() == 0 and g.shape[-1] else (g,)
 
 
 def rows(g: Tensor) -> Tensor:
     """A chunk's gradients of one leaf as a matrix, at least in float32."""
-    return g.reshape(g.shape[0], -1).to(accumulation_dtype(g.dtype))
+    return _wide(g.reshape(g.shape[0], -1))
+
+
+def refuse_unlike(direction: PyTree, grad: PyTree) -> None:
+    """Raises LoopValueError for a direction that is not of the structure and the shapes of a gradient."""
+    (found, spec), (leaves, expected) = _tree.flatten(direction), _tree.flatten(grad)
+    if spec != expected:
+        raise LoopValueError(f"direction has the structure {spec}, but the gradient {expected}: give it that one")
+    for accessor, d, g in zip(spec.accessors(), found, leaves, strict=True):
+        path = accessor.codify("direction")
+        if not isinstance(d, Tensor):
+            raise LoopValueError(f"{path} is a {type(d).__name__}; expected a tensor of shape {tuple(g.shape)}")
+        if d.shape != g.shape:
+            raise LoopValueError(
+                f"{path} has {_tree.describe(d)}, but the gradient there {_tree.describe(g)}: give it that shape"
+            )

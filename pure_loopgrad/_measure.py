@@ -20,7 +20,8 @@ from pure_loopgrad._counting import LiveBytes
 from pure_loopgrad._loop import pull_back_loop
 from pure_loopgrad._modes import compiled_run_eagerly
 from pure_loopgrad._reduce import Body, Options, prepare
-from pure_loopgrad._run import Run
+from pure_loopgrad._rng import left_alone, with_globals
+from pure_loopgrad._run import Run, current
 from pure_loopgrad._shapes import without_data
 from pure_loopgrad._tree import PyTree
 from pure_loopgrad.errors import ShapeInferenceError
@@ -48,6 +49,11 @@ class Subject:
     xs: PyTree
     options: Options
 
+    @property
+    def generators(self) -> tuple[Any, ...]:
+        """Those that the body may draw from even without data."""
+        return with_globals(current(self.options.run).generators)
+
     def on_fakes(self, run: Callable[[PyTree, Callable[[int], PyTree]], Any]) -> Any:
         """Calls `run(params, xs_of)` with fake tensors; `xs_of(n)` makes n iterations.
 
@@ -57,7 +63,7 @@ class Subject:
         tensors, skeleton = _tree.split(self.params)
         x_tensors, x_skeleton = _tree.split(self.xs)
         try:
-            with compiled_run_eagerly(), without_data() as mode:
+            with left_alone(self.generators), compiled_run_eagerly(), without_data() as mode:
                 params = skeleton.fill([mode.from_tensor(t.detach()) for t in tensors])
                 one = [mode.from_tensor(x) for x in x_tensors]
                 return run(params, lambda n: x_skeleton.fill([x.new_empty((n, *x.shape[1:])) for x in one]))
@@ -73,7 +79,8 @@ class Subject:
         def run(params: PyTree, xs_of: Callable[[int], PyTree]) -> int:
             xs = xs_of(n)
             with LiveBytes() as live:
-                options = replace(self.options, chunk_size=chunk_size, run=QUIET, weights=None, grad_weights=None)
+                quiet = replace(QUIET, generators=self.generators)  # draws that a vmapped chunk would share are refused
+                options = replace(self.options, chunk_size=chunk_size, run=quiet, weights=None, grad_weights=None)
                 gradient_once(self.body, params, xs, options)
             return int(live.peak)
 

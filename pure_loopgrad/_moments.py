@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pure_loopgrad import _tree
 from pure_loopgrad._body import accumulation_dtype
-from pure_loopgrad._folding import Fold, added, in_place
+from pure_loopgrad._folding import Fold, added, in_place, length
 from pure_loopgrad._tree import PyTree
 from pure_loopgrad.errors import LoopValueError
 
@@ -87,7 +87,7 @@ def noise_scale() -> Fold:
 
 def noise_scale_of(centre: list[Tensor], trace: Tensor, n: int) -> NoiseScale:
     """From the mean of n gradients and the trace of their covariance; a mean's square holds a share of the noise."""
-    squared = torch.stack([torch.linalg.vector_norm(c).double().square() for c in centre]).sum() - trace / n
+    squared = length(centre, 0).double().square() - trace / n
     return NoiseScale(trace / squared, trace, squared)
 
 

@@ -143,8 +143,9 @@ def foreign_draws_refused(replayed: Sequence[Any]) -> Iterator[None]:
     for name, state in zip(names, before, strict=True):
         if _foreign_state(name) != state:
             raise ImpureBodyError(
-                f"the body draws from the global generator of {name}, so a recomputation would see other numbers. Draw "
-                f"from torch, or pass the numbers in xs, or replay it: plg.run(generators=({name},)). "
+                f"the body draws from the global generator of {name}, so a recomputation would see other numbers, and "
+                f"the iterations of a vmapped chunk the same ones. Draw from torch, or pass the numbers in xs, or "
+                f"replay it: plg.run(generators=({name},)). "
                 f"plg.run(check='off') turns this check off"
             )
 

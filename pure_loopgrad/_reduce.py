@@ -135,6 +135,7 @@ def prepare(body: Body, params: PyTree, xs: PyTree, options: Options) -> Prepare
     trace = Trace.begin([*consts, *x_tensors], (params_skeleton, x_skeleton), n, _run.current(options.run))
     user = UserBody(body, (params_skeleton, x_skeleton), trace, leading=int(options.batched))
     how: Literal["one", "vmap", "batched"] = "batched" if options.batched else "one" if chunk_size == 1 else "vmap"
+    trace.sources = replace(trace.sources, vmapped=how == "vmap" and options.randomness != "same")
     scaled = options.grad_weights is not None
     chunk = Chunk(user, "stack" if options.reduce == "stack" else "sum", how, options.randomness, weighted, scaled)
     loop = Loop(chunk, n, chunk_size, len(consts), trace)

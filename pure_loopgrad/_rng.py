@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import pickle
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from pure_loopgrad.errors import LoopTypeError
+from pure_loopgrad.errors import LoopTypeError, LoopValueError
 
 State: TypeAlias = "tuple[Any, ...]"  # one entry a source
 CPU = torch.device("cpu")
@@ -33,6 +34,7 @@ class Sources:
     devices: tuple[torch.device, ...]
     given: tuple[Any, ...]
     each: tuple[Source, ...]
+    vmapped: bool = False  # whether iterations run under one vmap, and are to draw each for itself
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], leaves: Iterable[Any], given: Sequence[Any]) -> Sources:
@@ -45,6 +47,21 @@ class Sources:
         torchs = (leaf for leaf in leaves if isinstance(leaf, torch.Generator))
         unique = tuple({id(g): g for g in (*torchs, *given)}.values())
         return cls(devices, unique, (*map(_default, devices), *map(source_of, unique)))
+
+    def refuse_shared(self, before: list[bytes], after: list[bytes], chunk: int) -> None:
+        """Raises LoopValueError if a vmapped chunk drew from a generator of which torch does not know.
+
+        Torch's own draw for each iteration under vmap, or raise.
+        """
+        first = len(self.devices)
+        for i, generator in enumerate(self.given if self.vmapped else ()):
+            if not isinstance(generator, torch.Generator) and before[first + i] != after[first + i]:
+                name = getattr(generator, "__name__", type(generator).__name__)
+                raise LoopValueError(
+                    f"the body draws from {name} in chunk {chunk}, whose iterations run under one torch.vmap, so that "
+                    f"one draw would serve them all. Use chunk_size=1, draw from torch with randomness='different', "
+                    f"pass the numbers in xs, or ask for one draw a chunk by randomness='same'"
+                )
 
     def state(self) -> State:
         """Where every generator stands."""
@@ -72,6 +89,23 @@ def source_of(generator: Any) -> Source:
         f"a {type(generator).__name__} is no random generator that can be replayed: give a torch.Generator, a numpy "
         f"Generator or RandomState, a random.Random, or the modules numpy.random and random"
     )
+
+
+def with_globals(given: Sequence[Any]) -> tuple[Any, ...]:
+    """The given generators and the global ones of Python and numpy, as far as these are loaded."""
+    loaded = (sys.modules[name] for name in ("random", "numpy.random") if name in sys.modules)
+    return (*given, *(module for module in loaded if module not in given))
+
+
+@contextmanager
+def left_alone(given: Sequence[Any]) -> Iterator[None]:
+    """A block that only finds something out: all generators end where they were."""
+    sources = Sources.of([], (), given)
+    state = sources.state()
+    try:
+        yield
+    finally:
+        sources.restore(state)
 
 
 def _default(device: torch.device) -> Source:
@@ -136,6 +170,7 @@ class _Recorder:
         after = self.sources.state()
         read = _readable(after)
         if read != self.read:
+            self.sources.refuse_shared(self.read, read, chunk)
             self.tape.states[chunk] = self.before
             self.before, self.read = after, read
 

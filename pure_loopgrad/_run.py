@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 from pure_loopgrad._offload import Offload, check_offload
 from pure_loopgrad._progress import Progress, reporter
 from pure_loopgrad._rng import source_of
-from pure_loopgrad.errors import LoopValueError
+from pure_loopgrad.errors import LoopTypeError, LoopValueError
 
 Save: TypeAlias = "int | Literal['nothing', 'everything']"
 Check = Literal["off", "first", "all"]
@@ -87,7 +87,14 @@ class Run:
             raise LoopValueError(f"nonfinite={self.nonfinite!r}: expected 'ignore' or 'raise'")
         if self.save not in ("nothing", "everything") and not _is_count(self.save):
             raise LoopValueError(f"save={self.save!r}: expected 'nothing', 'everything' or a number of bytes")
+        for name, value in (("compile", self.compile), ("progress", self.progress)):
+            if not isinstance(value, bool) and not callable(value):
+                raise LoopTypeError(f"{name}={value!r}: expected True, False or a function")
+        if self.report is not None and not callable(self.report):
+            raise LoopTypeError(f"report={self.report!r}: expected None or a function of a Report")
         check_offload(self.offload)
+        if not isinstance(self.generators, (tuple, list)):
+            raise LoopTypeError(f"generators={self.generators!r}: expected a tuple of generators")
         for generator in self.generators:
             source_of(generator)
         if self.memory_budget is not None and not _is_count(self.memory_budget):

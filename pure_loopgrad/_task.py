@@ -60,8 +60,22 @@ class Task:
         return self.params.fill_only(full[: len(self.consts)]), self.x.fill_only(full[len(self.consts) :])
 
     def leaves(self, tree: PyTree) -> list[Tensor]:
-        """A gradient in the structure of params as the list of the marked ones."""
-        return [leaf for leaf in _tree.flatten(tree)[0] if isinstance(leaf, Tensor)]
+        """A gradient in the structure of params, as a transform returns it, as the list of the marked ones.
+
+        Raises:
+            LoopTypeError: it is not that.
+        """
+        leaves, spec = _tree.flatten(tree)
+        expected = _tree.flatten(self.trees([torch.empty(0)] * sum(self.mask))[0])[1]
+        if spec != expected:
+            raise LoopTypeError(
+                f"transform returns a gradient of the structure {spec}, but it was given {expected}: it must return "
+                f"every leaf in its place (zeros, where it drops one; wrt= leaves one out)"
+            )
+        for accessor, leaf in zip(spec.accessors(), leaves, strict=True):
+            if not isinstance(leaf, Tensor):
+                raise LoopTypeError(f"transform returns a {type(leaf).__name__} at {accessor.codify('gradient')}")
+        return leaves
 
 
 @dataclass(frozen=True, eq=False)

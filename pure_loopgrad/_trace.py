@@ -104,7 +104,7 @@ def first_pass_checked(trace: Trace, tensors: Sequence[Tensor]) -> Iterator[None
     if trace.check == "off" or recomputing():
         yield
         return
-    matters = trace.grad_mode or active_levels() > 0
+    matters = trace.grad_mode or active_levels() > 0 or trace.sources.vmapped
     asked = draws_for_nobody(tensors)
     before = None if asked is None else trace.sources.state()
     with foreign_draws_refused(trace.sources.given) if matters else nullcontext():

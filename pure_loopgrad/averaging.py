@@ -55,11 +55,13 @@ class Average:
         """One more.
 
         Raises:
-            LoopValueError: params of another structure.
+            LoopValueError: params of another structure, or a leaf of another shape.
         """
         (tensors, skeleton), (_, first) = _tree.split(params), _tree.split(state.like)
         if skeleton.spec != first.spec:
             raise LoopValueError(f"params changed their structure: first {first.spec}, now {skeleton.spec}")
+        for path, mean, t in zip(skeleton.tensor_paths("params"), state.wide, tensors, strict=True):
+            _refuse_unlike(path, mean, t)
         pairs = zip(state.wide, map(_wide, tensors), strict=True)
         wide = tuple(
             self.combine(mean, new, state.count) if _tree.is_differentiable(new) else new for mean, new in pairs
@@ -75,6 +77,15 @@ class Average:
 def _wide(t: Tensor) -> Tensor:
     t = t.detach()
     return t.to(accumulation_dtype(t.dtype), copy=True) if _tree.is_differentiable(t) else t.clone()
+
+
+def _refuse_unlike(path: str, mean: Tensor, t: Tensor) -> None:
+    """Only what is averaged has to stay what it is."""
+    averaged = _tree.is_differentiable(mean), _tree.is_differentiable(t)
+    if any(averaged) and (mean.shape != t.shape or not all(averaged)):
+        raise LoopValueError(
+            f"{path} has {_tree.describe(t)}, but its average so far {_tree.describe(mean)}: start anew with init"
+        )
 
 
 def ema(decay: float) -> Average:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, cast
 
 import optree
 import torch
 from torch import Tensor
 
-from pure_loopgrad import _run, _tree
+from pure_loopgrad import _effects, _run, _tree
 from pure_loopgrad._body import Randomness, check_chunk_size
 from pure_loopgrad._chunks import chunks
 from pure_loopgrad._grad import Argnums, check_argnums, chosen
@@ -18,12 +19,12 @@ from pure_loopgrad._levels import active_levels, is_recorded
 from pure_loopgrad._loop import stream
 from pure_loopgrad._map import map as map_
 from pure_loopgrad._moments import NoiseScale, moments, noise_scale_of
-from pure_loopgrad._reduce import Body, Options, prepare
+from pure_loopgrad._reduce import Body, Options, Prepared, prepare
 from pure_loopgrad._task import GradBody, Task
 from pure_loopgrad._trace import first_pass_checked
 from pure_loopgrad._tree import PyTree
 from pure_loopgrad._user import Terms
-from pure_loopgrad.errors import LoopTypeError
+from pure_loopgrad.errors import LoopTypeError, LoopValueError
 from pure_loopgrad.folds import Fold, norms
 
 Transform: TypeAlias = "Callable[[Any], Any]"
@@ -108,7 +109,9 @@ def fold_grads(
         The structure of `fold`, with each fold's result in its place.
 
     Raises:
-        LoopTypeError: the body returns no real scalar, or a leaf of fold is no Fold.
+        LoopTypeError: the body returns no real scalar, a leaf of fold is no Fold, or the transform changes the
+            structure.
+        LoopValueError: there are no iterations.
         LoopGradError: see `plg.map`.
 
     Memory: one chunk's gradients, c copies of params, and what the folds keep. Time: n (F + B), and once more for a
@@ -126,10 +129,15 @@ def fold_grads(
     for path, leaf in zip(spec.paths(), folds, strict=True):
         if not isinstance(leaf, Fold):
             raise LoopTypeError(f"fold{list(path)} is a {type(leaf).__name__}; expected a Fold, as of plg.folds")
-    results = _fold_once(task, folds, transform, chunk_size, randomness, run)
+    if task.n == 0:
+        raise LoopValueError("xs has a leading axis of 0, so there is no gradient to fold")
+    options = Options(chunk_size=check_chunk_size(chunk_size, task.n), randomness=randomness, run=run)
+    prepared = prepare(GradBody(task), task.consts, task.xs, options)
+    results = _fold_once(prepared, _Folding(task, folds, transform, randomness, run))
     more = {i: f.then(r) for i, (f, r) in enumerate(zip(folds, results, strict=True)) if f.then is not None}
     if more:
-        again = _fold_once(task, list(more.values()), transform, chunk_size, randomness, run)
+        repeated = replace(prepared, loop=replace(prepared.loop, first_pass=False))
+        again = _fold_once(repeated, _Folding(task, list(more.values()), transform, randomness, run))
         for i, result in zip(more, again, strict=True):
             results[i] = result
     return spec.unflatten(results)
@@ -197,27 +205,29 @@ def grad_stats(
     return GradStats(centre, spread, lengths, noise_scale_of(_tree.leaves_of(centre), trace, lengths.shape[0]))
 
 
-def _fold_once(
-    task: Task,
-    folds: list[Fold],
-    transform: Transform | None,
-    chunk_size: int | None,
-    randomness: Randomness,
-    run: _run.Run | None,
-) -> list[Any]:
-    """One pass."""
-    record, size = _run.current(run), check_chunk_size(chunk_size, task.n)
-    folding = _Folding(task, folds, transform, randomness)
-    if active_levels() == 0 and not is_recorded([*task.consts, *task.xs]):
-        options = Options(chunk_size=size, randomness=randomness, run=record)
-        prepared = prepare(GradBody(task), task.consts, task.xs, options)
-        with torch.no_grad(), first_pass_checked(prepared.loop.trace, prepared.inputs):
-            stream(prepared.loop, prepared.consts, prepared.xs, folding)
+def _fold_once(prepared: Prepared, folding: _Folding) -> list[Any]:
+    """One pass; one that is not the first sees what the first one saw, random numbers and buffers."""
+    loop = prepared.loop
+    if active_levels() > 0 or is_recorded(prepared.inputs):
+        _fold_by_chunks(prepared, folding)
         return folding.finish()
-    for its in chunks(task.n, size):  # one loop a chunk, whose derivative is a loop again
-        xs = [x.narrow(0, its.start, len(its)) for x in task.xs]
-        folding.add(its, (), task.gradients(xs, len(its), randomness, record))
-    return folding.finish()
+    checked = first_pass_checked(loop.trace, prepared.inputs) if loop.first_pass else nullcontext()
+    with torch.no_grad(), checked:
+        stream(loop, prepared.consts, prepared.xs, folding)
+        return folding.finish()
+
+
+def _fold_by_chunks(prepared: Prepared, folding: _Folding) -> None:
+    """Under transforms: one loop a chunk, whose derivative is a loop again. The passes are those of the whole loop."""
+    loop, trace, task = prepared.loop, prepared.loop.trace, folding.task
+    random_numbers = loop.tape.recording if loop.first_pass else loop.tape.replaying
+    with _effects.running(trace, recomputation=not loop.first_pass), random_numbers(trace.sources) as rng:
+        for i, its in enumerate(chunks(task.n, loop.chunk_size)):
+            trace.iterations, trace.effects.cursor = its, 0
+            rng.start(i)
+            xs = [x.narrow(0, its.start, len(its)) for x in task.xs]
+            folding.add(its, (), task.gradients(xs, len(its), folding.randomness, folding.run))
+            rng.finish(i)
 
 
 @dataclass
@@ -228,6 +238,7 @@ class _Folding:
     folds: list[Fold]
     transform: Transform | None
     randomness: Randomness
+    run: _run.Run | None
     states: list[Any] = field(default_factory=list)
 
     def add(self, iterations: range, sums: Terms, stacks: Terms) -> None:

@@ -6,6 +6,7 @@ A fold may change its own state in place: nobody else sees it. The gradients it 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +17,14 @@ from pure_loopgrad._body import accumulation_dtype
 from pure_loopgrad._clip import clip_leaf_norms as clip_leaf_norms
 from pure_loopgrad._clip import clip_norm as clip_norm
 from pure_loopgrad._folding import Fold as Fold
-from pure_loopgrad._folding import add_sums, norms_of, numbers, rows, zeros
+from pure_loopgrad._folding import add_sums, length, norms_of, numbers, refuse_unlike, rows, some, zeros
 from pure_loopgrad._moments import Moments as Moments
 from pure_loopgrad._moments import NoiseScale as NoiseScale
 from pure_loopgrad._moments import moments as moments
 from pure_loopgrad._moments import noise_scale as noise_scale
 from pure_loopgrad._moments import variance as variance
 from pure_loopgrad._tree import PyTree
+from pure_loopgrad.errors import LoopValueError
 
 
 class Top(NamedTuple):
@@ -88,14 +90,9 @@ def leaf_norms() -> Fold:
     Returns:
         A fold; its result has the structure of the gradient, with leaves of shape (n,). Memory: n numbers a leaf.
     """
-
-    def norm(g: Tensor) -> Tensor:
-        norm: Tensor = torch.linalg.vector_norm(rows(g), dim=1)
-        return norm
-
     return Fold(
         lambda grad, n: [],
-        lambda state, grads, its: [*state, _tree.tree_map(norm, grads)],
+        lambda state, grads, its: [*state, _tree.tree_map(lambda g: length([g], 1), grads)],
         lambda state: _tree.tree_map(lambda *parts: torch.cat(parts), *state),
     )
 
@@ -108,14 +105,23 @@ def inner(direction: PyTree) -> Fold:
 
     Returns:
         A fold; its result has shape (n,). Memory: n numbers.
+
+    Raises:
+        LoopValueError: a direction of another structure, or a leaf of it of another shape than the gradient's.
     """
-    flat = [d.reshape(-1).conj() for d in _tree.leaves_of(direction)]
+    flat = [d.reshape(-1).conj() for d in _tree.split(direction)[0]]
 
     def products(grads: PyTree) -> Tensor:
-        pairs = zip(_tree.leaves_of(grads), flat, strict=True)
+        pairs = zip(some(_tree.leaves_of(grads)), flat, strict=True)
         return torch.stack([(rows(g) @ d.to(accumulation_dtype(g.dtype))).real for g, d in pairs]).sum(0)
 
-    return numbers(products)
+    found = numbers(products)
+
+    def init(grad: PyTree, n: int) -> Any:
+        refuse_unlike(direction, grad)
+        return found.init(grad, n)
+
+    return Fold(init, found.update, found.finish)
 
 
 def gram() -> Fold:
@@ -132,7 +138,7 @@ def gram() -> Fold:
         return torch.stack([(g @ g.mH).real for g in leaves]).sum(0)
 
     return Fold(
-        lambda grad, n: [], lambda state, grads, its: [*state, [rows(g) for g in _tree.leaves_of(grads)]], finish
+        lambda grad, n: [], lambda state, grads, its: [*state, [rows(g) for g in some(_tree.leaves_of(grads))]], finish
     )
 
 
@@ -148,12 +154,11 @@ def cosine_to_mean() -> Fold:
 
     def then(found: tuple[PyTree, Tensor]) -> Fold:
         centre, lengths = found
-        along = inner(centre)
-        length = torch.stack([torch.linalg.vector_norm(c) for c in _tree.leaves_of(centre)]).norm()
+        whole = length(_tree.leaves_of(centre), 0)
+        along = inner(_tree.tree_map(lambda c: c / torch.where(whole > 0, whole, 1), centre))
 
         def finish(state: Any) -> Tensor:
-            scale = lengths * length
-            return torch.where(scale > 0, along.finish(state) / scale, 0.0)
+            return torch.where(lengths > 0, along.finish(state) / torch.where(lengths > 0, lengths, 1), 0.0)
 
         return Fold(along.init, along.update, finish)
 
@@ -173,7 +178,12 @@ def histogram(edges: Sequence[float]) -> Fold:
 
     Returns:
         A fold; its result has shape (len(edges) - 1,), int64. Memory: n numbers.
+
+    Raises:
+        LoopValueError: edges that do not rise, or fewer than two.
     """
+    if len(edges) < 2 or not all(a < b for a, b in pairwise(edges)):
+        raise LoopValueError(f"edges={list(edges)}: expected at least two numbers, each larger than the one before")
     found = norms()
 
     def finish(state: Any) -> Tensor:

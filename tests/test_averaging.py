@@ -75,6 +75,15 @@ def test_what_is_refused(run):
         run()
 
 
+@pytest.mark.parametrize("average", [plg.ema(0.5), plg.swa()])
+@pytest.mark.parametrize("now", [torch.ones(3), torch.ones(()), torch.tensor([1])])
+def test_a_leaf_that_changes(average, now):
+    """It would be broadcast against its average."""
+    state = average.init({"w": torch.zeros(1)})
+    with pytest.raises(plg.errors.LoopValueError, match=r"params\['w'\] has .* average so far shape \(1,\)"):
+        average.update(state, {"w": now})
+
+
 def test_statistics_after_averaging():
     """As torch.optim.swa_utils.update_bn leaves them; the module given is not touched."""
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).double()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 
 import optree
 import pytest
@@ -182,10 +183,102 @@ def test_dp_sgd(chunk_size):
     assert 1.5 < noise.std() < 2.5
 
 
+def cosines(grads):
+    m = grads.mean(0)
+    return torch.nan_to_num(grads @ m / (grads.norm(dim=1) * m.norm()))
+
+
+@pytest.mark.parametrize(("chunk_size", "randomness"), [(1, "error"), (4, "different"), (4, "same")])
+def test_a_second_pass_draws_what_the_first_drew(chunk_size, randomness):
+    """And the generator ends where one pass leaves it, so that what is drawn behind it is the same."""
+    noisy = lambda w, x: torch.nn.functional.dropout(w * x, 0.5).square().sum()
+    w, xs = torch.ones(4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
+    over = lambda chunk: torch.func.vmap(torch.func.grad(noisy), (None, 0), randomness=randomness)(w, chunk)
+    torch.manual_seed(1)
+    if chunk_size == 1:
+        grads = torch.stack([torch.func.grad(noisy)(w, x) for x in xs])
+    else:
+        grads = torch.cat([over(chunk) for chunk in xs.split(chunk_size)])
+    state = torch.get_rng_state()
+    fold = {"cos": folds.cosine_to_mean(), "norms": folds.norms()}
+    torch.manual_seed(1)
+    found = plg.fold_grads(noisy, w, xs, fold, chunk_size=chunk_size, randomness=randomness)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_close(found, {"cos": cosines(grads), "norms": grads.norm(dim=1)}, rtol=1e-9)
+
+
+def test_a_second_pass_replays_a_given_generator():
+    draw = random.Random(0)
+    noisy = lambda w, x: (w * x).sin().sum() * draw.random()
+    w, xs = torch.ones(4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
+    grads = torch.stack([torch.func.grad(noisy)(w, x) for x in xs])
+    state = draw.getstate()
+    draw.seed(0)
+    found = plg.fold_grads(noisy, w, xs, folds.cosine_to_mean(), run=plg.Run(generators=(draw,)))
+    assert_close(found, cosines(grads), rtol=1e-9)
+    assert draw.getstate() == state
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4])
+def test_a_second_pass_under_transforms(chunk_size):
+    """The derivative of a cosine, and an ensemble whose members draw masks of their own."""
+    noisy = lambda w, x: torch.nn.functional.dropout(w * x, 0.5).square().sum()
+    w, xs = torch.ones(16, dtype=torch.float64), torch.randn(6, 16, dtype=torch.float64)  # no mask leaves nothing
+    fold = lambda w: plg.fold_grads(noisy, w, xs, folds.cosine_to_mean(), chunk_size=chunk_size, randomness="different")
+    stored = lambda w: plg.per_iteration_grads(noisy, w, xs, chunk_size=chunk_size, randomness="different")
+    for of in (
+        torch.func.jacfwd,
+        torch.func.jacrev,
+        lambda f: lambda w: torch.func.vmap(f, randomness="different")(torch.stack([w, 2 * w])),
+    ):
+        torch.manual_seed(1)
+        ref, state = of(lambda w: cosines(stored(w)))(w), torch.get_rng_state()
+        torch.manual_seed(1)
+        assert_close(of(fold)(w), ref, rtol=1e-9)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_leaf_clipping():
     loss, params, xs = network()
     found = plg.fold_grads(loss, params, xs, folds.leaf_norms(), transform=folds.clip_leaf_norms(0.1), chunk_size=4)
     assert all(n.max() <= 0.1 for n in oracle.leaves(found))
+
+
+HUGE = {torch.float16: 4e4, torch.bfloat16: 1e30, torch.float32: 1e30, torch.float64: 1e200}
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3])
+@pytest.mark.parametrize(("dtype", "size"), [*HUGE.items(), *((d, 1e-5 / h) for d, h in HUGE.items() if h > 1e5)])
+def test_no_square_overflows_or_vanishes(dtype, size, chunk_size):
+    """Gradients of (size, size, size, size), whose norm is 2 size."""
+    xs = torch.full((5, 4), size, dtype=torch.float64).to(dtype)
+    w, size = torch.zeros(4, dtype=dtype), xs[0, 0].double()
+    every = {"n": folds.norms(), "l": folds.leaf_norms(), "cos": folds.cosine_to_mean(), "top": folds.top_k(1)}
+    found = plg.fold_grads(lambda w, x: (w * x).sum(), w, xs, every, chunk_size=chunk_size)
+    rtol = 1e-6 if dtype != torch.float64 else 1e-12
+    for norms in (found["n"], found["l"], found["top"].norms):
+        assert norms.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert_close(norms.double() / size, torch.full_like(norms, 2).double(), rtol=rtol)
+    assert_close(found["cos"].double(), torch.ones(5, dtype=torch.float64), rtol=rtol)
+    for clip in (folds.clip_norm, folds.clip_leaf_norms):
+        clipped = plg.fold_grads(
+            lambda w, x: (w * x).sum(), w, xs, folds.sum(), transform=clip(1.0), chunk_size=chunk_size
+        )
+        each = 0.5 if size > 1 else size  # what is small is left alone
+        assert_close(clipped.double() / each, torch.full((4,), 5.0, dtype=torch.float64), rtol=rtol)
+
+
+def test_norms_of_many_and_of_no_entries():
+    """More than are copied together; a leaf without any; a gradient that is not finite."""
+    xs = torch.randn(3, 2**17 + 3, dtype=torch.float64)
+    params = {"w": torch.zeros(2**17 + 3, dtype=torch.float64), "none": torch.zeros(0, 2, dtype=torch.float64)}
+    loss = lambda p, x: (p["w"] * x).sum() + p["none"].sum()
+    every = {"n": folds.norms(), "l": folds.leaf_norms()}
+    found = plg.fold_grads(loss, params, xs, every, chunk_size=2)
+    assert_close(found["n"], xs.norm(dim=1), rtol=1e-12)
+    assert found["l"]["none"].tolist() == [0, 0, 0]
+    odd = plg.fold_grads(lambda w, x: w * x, torch.ones(()), torch.tensor([torch.inf, torch.nan, 1.0]), folds.norms())
+    assert [math.isinf(odd[0]), math.isnan(odd[1]), odd[2].item()] == [True, True, 1.0]
 
 
 def test_argnums_and_wrt():
@@ -260,6 +353,45 @@ def test_what_is_refused():
         plg.per_iteration_grads(lambda w, x: w * x, torch.ones(2), xs)
     with pytest.raises(ValueError, match="a variance needs at least 2 iterations, not 1"):
         plg.fold_grads(lambda w, x: w @ x, torch.ones(2), xs[:1], folds.variance())
+    with pytest.raises(ValueError, match="there is no gradient to fold"):
+        plg.fold_grads(lambda w, x: w @ x, torch.ones(2), xs[:0], folds.sum())
+    for run in (plg.grad_stats, lambda *a: plg.fold_grads(*a, folds.gram())):
+        with pytest.raises(plg.errors.LoopValueError, match="the gradient has no leaf"):
+            run(lambda p, x: x.sum(), {"i": torch.arange(2)}, xs)
+    for edges in ([3.0, 1.0, 2.0], [1.0, 1.0], [0.0, torch.nan], [1.0]):
+        with pytest.raises(plg.errors.LoopValueError, match="each larger than the one before"):
+            folds.histogram(edges)
+
+
+@pytest.mark.parametrize(
+    ("direction", "message"),
+    [
+        ({"z": torch.ones(2, 4), "y": torch.ones(())}, r"'y': \*, 'z': \*}\), but the gradient PyTreeSpec\({'a'"),
+        ({"a": torch.ones(4, 2), "b": torch.ones(())}, r"direction\['a'\] has shape \(4, 2\) .* shape \(2, 4\)"),
+        ({"a": torch.ones(2, 4), "b": 1.0}, r"direction\['b'\] is a float"),
+    ],
+)
+def test_a_direction_unlike_the_gradient(direction, message):
+    params = {"a": torch.ones(2, 4), "b": torch.ones(())}
+    with pytest.raises(plg.errors.LoopValueError, match=message):
+        plg.fold_grads(lambda p, x: (p["a"] @ x).sum() * p["b"], params, torch.ones(3, 4), folds.inner(direction))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2])
+@pytest.mark.parametrize(
+    ("transform", "message"),
+    [
+        (lambda g: {"a": g["a"]}, r"structure .*{'a': \*}.* but it was given .*'b'"),
+        (lambda g: {**g, "c": g["a"]}, r"structure .*'c'.* but it was given"),
+        (lambda g: [g["b"], g["a"]], "structure"),
+        (lambda g: {**g, "b": 1.0}, r"a float at gradient\['b'\]"),
+    ],
+)
+def test_a_transform_that_changes_the_structure(transform, message, chunk_size):
+    params = {"a": torch.ones(2), "b": torch.ones(2)}
+    loss = lambda p, x: p["a"] @ x + p["b"] @ x
+    with pytest.raises(plg.errors.LoopTypeError, match=message):
+        plg.fold_grads(loss, params, torch.ones(3, 2), folds.sum(), transform=transform, chunk_size=chunk_size)
 
 
 @pytest.mark.parametrize("fold", ["moments and norms", "noise"])

@@ -274,3 +274,12 @@ def test_progress_bars_without_tqdm(monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", None)
     with pytest.raises(ValueError, match=r"pip install 'pure_loopgrad\[progress\]'"):
         plg.map(lambda w, x: w * x, torch.ones(3), torch.ones(5, 3), run=plg.Run(progress=True))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("progress", 3), ("progress", None), ("compile", "yes"), ("compile", 1), ("report", 3), ("generators", 3)],
+)
+def test_options_of_another_type(option, value):
+    with pytest.raises(plg.errors.LoopTypeError, match=f"{option}={value!r}: expected"):
+        plg.Run(**{option: value})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import assume, given
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import pure_loopgrad as plg
+from pure_loopgrad._rng import source_of
 from pure_loopgrad.testing import assert_close
 from pure_loopgrad.testing.transforms import Flat, gradient_by_backward, transformed
 
@@ -280,6 +283,93 @@ def test_jacfwd_of_a_body_that_draws():
 def test_randomness_in_chunks_is_refused_by_default():
     with pytest.raises(RuntimeError, match="randomness error mode"):
         plg.map(lambda w, x: F.dropout(w * x), torch.ones(3), torch.ones(4, 3), chunk_size=2)
+
+
+FOREIGN = {"random": random, "Random": random.Random(0), "Generator": numpy.random.default_rng(0)}
+
+
+def drawing(generator):
+    return lambda w, x: w * x * generator.random()
+
+
+@pytest.fixture(params=FOREIGN)
+def foreign(request):
+    """A generator that is not torch's, with the function that brings it to its start, and its first six numbers."""
+    generator = FOREIGN[request.param]
+    source = source_of(generator)
+    start = source.get()
+    numbers = torch.tensor([generator.random() for _ in range(6)], dtype=torch.float64)
+    source.put(start)
+    return generator, numbers
+
+
+ONE, SIX = torch.ones(2, dtype=torch.float64), torch.ones(6, 2, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("randomness", ["error", "different"])
+@pytest.mark.parametrize("check", ["off", "first", "all"])
+@pytest.mark.parametrize("chunk_size", [3, None])
+def test_a_draw_that_vmapped_iterations_would_share(foreign, randomness, check, chunk_size):
+    generator, _ = foreign
+    options = {"chunk_size": chunk_size, "randomness": randomness, "run": plg.Run(generators=(generator,), check=check)}
+    body = drawing(generator)
+    total = lambda w, x: body(w, x).sum()
+    for run in (
+        lambda: plg.map(body, ONE, SIX, **options),
+        lambda: plg.value_and_grad(total, reduce="sum", **options)(ONE, SIX),
+        lambda: plg.per_iteration_grads(total, ONE, SIX, **options),
+        lambda: plg.fold_grads(total, ONE, SIX, plg.folds.sum(), **options),
+        lambda: torch.func.grad(lambda w: plg.sum(total, w, SIX, **options))(ONE),
+    ):
+        with pytest.raises(plg.errors.LoopValueError, match=r"one draw would serve them all\. Use chunk_size=1"):
+            run()
+    with torch.no_grad(), pytest.raises(plg.errors.LoopValueError, match="one draw would serve them all"):
+        plg.map(body, ONE, SIX, **options)
+
+
+def test_the_same_draw_for_vmapped_iterations_where_that_is_asked_for(foreign):
+    generator, numbers = foreign
+    w = ONE.clone().requires_grad_()
+    run = plg.Run(generators=(generator,), check="all")
+    ys = plg.map(drawing(generator), w, SIX, chunk_size=3, randomness="same", run=run)
+    expected = numbers[[0, 0, 0, 1, 1, 1]]
+    assert_close(ys[:, 0], expected)
+    ys.sum().backward()
+    assert_close(w.grad, expected.sum().expand(2))
+
+
+@pytest.mark.parametrize("loop", [plg.map, plg.sum])
+def test_auto_runs_one_at_a_time_what_draws_elsewhere(foreign, loop):
+    """And looking for the chunk moves no generator."""
+    generator, numbers = foreign
+    run = plg.Run(generators=(generator,), check="all")
+    body = lambda w, x: w * x * generator.random()  # a code of its own: sizes are kept by it
+    ys = loop(body, ONE, SIX, chunk_size="auto", run=run)
+    assert_close(ys[..., 0], numbers if loop is plg.map else numbers.sum())
+
+
+def test_a_global_generator_that_nobody_gives():
+    """Without gradients it may be drawn from, one iteration at a time."""
+    state = random.getstate()
+    numbers = [random.random() for _ in range(6)]
+    random.setstate(state)
+    body = lambda w, x: w * x * random.random()
+    plg.plan(body, ONE, SIX)
+    with torch.no_grad():
+        assert plg.map(body, ONE, SIX, chunk_size="auto")[:, 0].tolist() == numbers
+        with pytest.raises(plg.errors.ImpureBodyError, match="the iterations of a vmapped chunk the same ones"):
+            plg.map(body, ONE, SIX, chunk_size=2)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4])
+def test_a_given_torch_generator_in_vmapped_chunks(chunk_size):
+    """Torch itself draws for each iteration."""
+    g = torch.Generator().manual_seed(0)
+    numbers = torch.rand(6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    body = lambda w, x: w * x * torch.rand((), generator=g, dtype=torch.float64)
+    run = plg.Run(generators=(g,))
+    ys = plg.map(body, ONE, SIX, chunk_size=chunk_size, randomness="different", run=run)
+    assert_close(ys[:, 0], numbers)
 
 
 def test_rrelu_gradient_is_the_slope_of_the_forward():

@@ -24,6 +24,7 @@ from pure_loopgrad.testing.plain import leaves
 f64 = torch.float64
 W = torch.tensor([0.5, -1.0, 2.0])
 XS = torch.randn(7, 3, generator=torch.Generator().manual_seed(0))
+INF = torch.full((2,), torch.inf)
 
 
 def sound(w, x):
@@ -299,7 +300,13 @@ def test_too_few_iterations_to_tell():
         ([W], [W.double()], "float32"),
         ([torch.tensor(1)], [torch.tensor(2)], "other values"),
         ([W.double(), W.double() * 1e-3], [W.double(), W.double() * 1.001e-3], r"y\[1\]"),
-        ([W], [W * torch.nan], "differs by nan"),
+        ([W], [W * torch.nan], "has 0 NaN and 0 infinities where the plain loop has 3 NaN"),
+        ([W * torch.inf], [-W * torch.inf], "in other places"),
+        ([torch.tensor([1.0, torch.inf])], [torch.tensor([torch.inf, 1.0])], "in other places"),
+        ([torch.tensor([3.0, 5.0])], [torch.tensor([torch.inf, 1.0])], "1 infinities"),
+        ([INF, W], [INF, 2 * W], r"y\[1\]: differs"),
+        ([torch.tensor([torch.inf, 1.0])], [torch.tensor([torch.inf, 2.0])], "differs by 1.00e"),
+        ([torch.tensor([complex(1, torch.inf)])], [torch.tensor([complex(2, torch.inf)])], "differs by 1.00e"),
         ([1.0], [2.0], "1.0 instead of 2.0"),
         ([None], [W], "structure"),
     ],
@@ -312,8 +319,29 @@ def test_differences(ours, plain, message):
 
 def test_no_differences():
     assert differences([W, W * torch.nan, 1.0, "a"], [W, W * torch.nan, 1.0, "a"], 1e-9, "y") == []
+    odd = torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0])
+    assert differences([odd, odd * 1j], [odd.clone(), odd * 1j], 1e-9, "y") == []
+    nan = torch.tensor([torch.nan, 1.0], dtype=f64)
+    assert differences([nan, nan], [nan, nan * (1 + 1e-15)], 1e-9, "y") == []
     noise = [torch.ones(3, dtype=f64), torch.full((3,), 1e-16, dtype=f64)]
     assert differences(noise, [noise[0], torch.zeros(3, dtype=f64)], 1e-9, "y") == []
+
+
+def test_an_infinity_hides_nothing():
+    """Neither in the outputs nor in the gradient: a mask of -inf, a logarithm at 0."""
+    masked = lambda k: lambda i: {"m": torch.full((2,), torch.inf), "y": i * k}
+    for loss in (None, lambda i, y: i.square().sum()):
+        with pytest.raises(AssertionError, match=r"outputs\['y'\]: differs"):
+            testing.assert_same_gradient(masked(50), masked(2), torch.ones(3), loss)
+        testing.assert_same_gradient(masked(2), masked(2), torch.ones(3), loss)
+    wrong = lambda i: {"m": torch.full((2,), torch.inf), "y": i * 2 + i.detach() * 3}
+    with pytest.raises(AssertionError, match="gradient of loss: inputs: differs"):
+        testing.assert_same_gradient(wrong, masked(5), torch.ones(3))
+    root = lambda k: lambda i: i["a"].sqrt() + (i["b"] - i["b"].detach()) * k + i["b"].detach()
+    inputs = {"a": torch.zeros(()), "b": torch.ones(())}
+    with pytest.raises(AssertionError, match=r"inputs\['b'\]: differs"):
+        testing.assert_same_gradient(root(3), root(2), inputs, lambda i, y: y)
+    testing.assert_same_gradient(root(2), root(2), inputs, lambda i, y: y)
 
 
 def test_counting():

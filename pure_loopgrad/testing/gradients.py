@@ -101,8 +101,12 @@ class Reference:
 
 
 def coupled(_: PyTree, ys: PyTree) -> Tensor:
-    """A scalar whose derivative at every entry is never zero and depends on all others: v + sin(v)/2, v = a . y."""
+    """A scalar whose derivative at every entry is never zero and depends on all others: v + sin(v)/2, v = a . y.
+
+    Entries that are not finite stay out, as one of them would make every derivative NaN, right or wrong.
+    """
     entries = Flat(ys).start()
+    entries = torch.where(torch.isfinite(entries), entries, 0)
     along = entries @ torch.cos(torch.arange(len(entries), dtype=entries.dtype, device=entries.device))
     return along + 0.5 * torch.sin(along)
 
