@@ -98,6 +98,11 @@ def innermost_in_forward_mode() -> Literal["grad", "jvp"] | None:
     return "grad" if isinstance(stack[-1], GradInterpreter) else None
 
 
+def in_forward_mode() -> bool:
+    """Whether a jvp is under way."""
+    return active_levels() > 0 and any(isinstance(i, JvpInterpreter) for i in retrieve_all_functorch_interpreters())
+
+
 def is_recorded(tensors: Sequence[Tensor]) -> bool:
     """Whether an operation on these tensors is recorded for a backward, at whatever level."""
     return torch.is_grad_enabled() and any(map(_requires_grad, tensors))

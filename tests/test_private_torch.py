@@ -6,8 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 from torch.overrides import TorchFunctionMode
 
 from pure_loopgrad._accumulate import with_storage
@@ -24,6 +27,7 @@ from pure_loopgrad._levels import (
     level_of,
 )
 from pure_loopgrad._linearise import ENGINE
+from pure_loopgrad._parametrize import uncached
 from pure_loopgrad.errors import ImpureBodyError
 
 
@@ -186,3 +190,15 @@ def test_which_transform_is_innermost_in_forward_mode():
     torch.func.grad(lambda x: torch.func.jvp(note, (x,), (x,))[1])(x)
     torch.func.jvp(torch.func.vmap(note), (x[None],), (x[None],))
     assert (innermost_in_forward_mode(), *seen) == (None, None, "jvp", None, "jvp", None)
+
+
+def test_the_cache_of_parametrizations():
+    net = weight_norm(nn.Linear(2, 2))
+    with parametrize.cached():
+        cached = net.weight
+        with uncached():
+            own = net.weight
+            assert own is not cached
+            assert net.weight is not own
+        assert net.weight is cached
+    assert net.weight is not cached
