@@ -26,19 +26,23 @@ def from_module(
     Args:
         module: any module; `module(x)` is one iteration.
         buffers: what becomes of the module's buffers.
-            `"update"`: a module in train mode updates them as in a plain loop: once, in order, in the first pass. A
-            recomputation works on copies of what the first pass found. They stay in the module.
+            `"update"`: the module updates them as in a plain loop: once, in order, in the first pass. A recomputation
+            works on copies of what the first pass found. They stay in the module, and keep their shapes and dtypes.
             `"frozen"`: they stand among the params, as inputs without a gradient; what the module does to them is done
             to copies and dropped.
 
     Returns:
-        body: `body(params, x)`, which is `module(x)` with the tensors of `params` in place of its own.
+        body: `body(params, x)`, which is `module(x)` with the tensors of `params` in place of its own. A recomputation
+            runs it in the mode, train or eval, of the first pass.
         params: a dict from names to the module's parameters, and its buffers if they are frozen.
 
     Raises:
-        LoopTypeError: not a module, or one wrapped for data-parallel training (pass its `.module`).
+        LoopTypeError: not a module, or one wrapped for data-parallel training (pass its `.module`). When the body is
+            called: a buffer gets another shape or dtype.
         LoopValueError: when the body is called: under `torch.vmap` (a chunk size above 1), iterations cannot update
-            running statistics one after the other. Nothing is changed then.
+            buffers one after the other; nothing is changed then. Or gradient would flow through a buffer from one
+            iteration to the next, which `from_stateful_module` can; found in the backward. Or a buffer is None.
+        ImpureBodyError: when the body is called: a module in eval mode writes into a buffer in place.
 
     Memory and time are those of the loop that runs the body. Buffers that change and are read in every iteration (the
     vectors of spectral norm, a codebook) are kept n times; running statistics are not, as train mode does not read
@@ -69,7 +73,8 @@ def from_stateful_module(
     """Turns a module into `(body, params, buffers)` for `plg.scan`, which carries the buffers from x to x.
 
     The pure form of a module that changes its buffers: nothing is written into the module. To do so afterwards, use
-    `module.load_state_dict(buffers, strict=False)`.
+    `module.load_state_dict(buffers, strict=False)`. Gradient flows through those buffers through which it does in the
+    plain loop; which they are is found in the first call, by calling the module on tensors without data.
 
     Args:
         module: any module; `module(x)` is one iteration.
@@ -80,7 +85,9 @@ def from_stateful_module(
         buffers: a dict from names to copies of the module's buffers.
 
     Raises:
-        LoopTypeError: see `from_module`.
+        LoopTypeError: not a module; see `from_module`.
+        LoopValueError: when the body is called: a buffer is None at first.
+        ImpureBodyError: when the body is called: a buffer passes gradient on, and did not in the first call.
 
     Memory and time are those of the loop that runs the body.
 
