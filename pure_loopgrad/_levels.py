@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from torch._functorch.pyfunctorch import (
     retrieve_all_functorch_interpreters,
     temporarily_clear_interpreter_stack,
 )
+from torch.autograd import forward_ad
+
+unpack_dual: Any = forward_ad.unpack_dual  # torch leaves it untyped
 
 
 def is_wrapped(t: Tensor) -> bool:
@@ -98,9 +101,11 @@ def innermost_in_forward_mode() -> Literal["grad", "jvp"] | None:
     return "grad" if isinstance(stack[-1], GradInterpreter) else None
 
 
-def in_forward_mode() -> bool:
-    """Whether a jvp is under way."""
-    return active_levels() > 0 and any(isinstance(i, JvpInterpreter) for i in retrieve_all_functorch_interpreters())
+def may_have_tangent(t: Tensor) -> bool:
+    """Whether a jvp is under way that may ask for the tensor's tangent, or it has one of ordinary forward mode."""
+    if active_levels() > 0:
+        return any(isinstance(level, JvpInterpreter) for level in retrieve_all_functorch_interpreters())
+    return unpack_dual(t).tangent is not None
 
 
 def is_recorded(tensors: Sequence[Tensor]) -> bool:

@@ -25,7 +25,7 @@ from pure_loopgrad._buffers import (
 )
 from pure_loopgrad._capture import unwatched
 from pure_loopgrad._flow import Flow, flow_of
-from pure_loopgrad._levels import active_levels, in_forward_mode, is_recorded
+from pure_loopgrad._levels import active_levels, is_recorded, may_have_tangent
 from pure_loopgrad._named import Named, NamedTensors
 from pure_loopgrad._training import Flags
 from pure_loopgrad.errors import ImpureBodyError
@@ -141,7 +141,7 @@ class Updating(ModuleBody):
             if changed and any_batched([*params.values(), *_tree.split(x)[0], *changed.values()]):
                 raise batches_refused(min(changed))
             refuse_other_kinds(start, changed)
-            passing = [name for name, t in changed.items() if is_recorded([t]) or in_forward_mode()]
+            passing = [name for name, t in changed.items() if is_recorded([t]) or may_have_tangent(t)]
         if not passing:
             return
         read = _kept(self.flows, self.named, lambda: flow_of(self.named, params, start, x)).read

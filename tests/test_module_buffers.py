@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
@@ -219,6 +220,15 @@ def test_a_cut_tangent_is_refused_with_the_buffer_untouched():
     w = params["w"].detach()
     with pytest.raises(LoopValueError, match="from_stateful_module"):
         torch.func.jvp(lambda w: loss(plg.map(body, {"w": w}, XS)), (w,), (w,))
+    assert_close(net.h, torch.ones(4, dtype=torch.float64))
+
+
+def test_so_in_a_dual_level_where_a_body_is_called_as_it_is():
+    net = Stateful(recurrent)
+    body, params = plg.from_module(net)
+    w = params["w"].detach()
+    with forward_ad.dual_level(), pytest.raises(LoopValueError, match="from_stateful_module"):
+        body({"w": forward_ad.make_dual(w, w)}, XS[0])
     assert_close(net.h, torch.ones(4, dtype=torch.float64))
 
 
