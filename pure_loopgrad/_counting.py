@@ -1,4 +1,4 @@
-"""Memory by counting: the bytes of live tensors, on real or on fake ones."""
+"""Costs by counting: the bytes of live tensors and the operations on them, on real or on fake ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from pure_loopgrad._modes import OperationMode, compiled_run_eagerly
 
@@ -60,6 +61,28 @@ class LiveBytes(OperationMode):
 
     def _forget(self, key: int) -> None:
         self.now -= self._known.pop(key)
+
+
+class Flops(OperationMode):
+    """Adds up floating-point operations, by torch's own formulas.
+
+    Torch's own counter also follows modules, by hooks on their inputs; those fail where a module is called on a bare
+    parameter, as attention is with learned queries.
+
+    Attributes:
+        total: of matrix products, convolutions and attention.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total: int = 0
+
+    def handle(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None:
+            self.total += int(formula(*args, **kwargs, out_val=out))
+        return out
 
 
 def id_of(storage: torch.UntypedStorage) -> int:

@@ -7,14 +7,16 @@ buffers asks here what they held when the first pass came by, and whether its ch
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from pure_loopgrad._constants import Constants
+from pure_loopgrad._parametrize import uncached
+from pure_loopgrad._training import Layers, Modes
 from pure_loopgrad.errors import ImpureBodyError
 
 Snapshot: TypeAlias = dict[str, Tensor]
@@ -26,6 +28,7 @@ class Effects:
 
     found: dict[int, list[Snapshot]] = field(default_factory=dict)
     cursor: int = 0  # how many calls of this iteration were already replayed
+    modes: Modes = field(default_factory=Modes)  # of the modules that were called
 
 
 class HasEffects(Protocol):
@@ -85,9 +88,26 @@ def running(trace: HasEffects, *, recomputation: bool) -> Iterator[None]:
     """Runs a block as a pass of a loop."""
     token = _passes.set((*_passes.get(), Pass(trace, recomputation)))
     try:
-        yield
+        with uncached(), trace.effects.modes.in_force() if recomputation else nullcontext():
+            yield
     finally:
         _passes.reset(token)
+
+
+def when() -> str:
+    """The iterations that run now, as a part of a sentence; nothing where there is no loop."""
+    passes = _passes.get()
+    it = passes[-1].trace.iterations if passes else range(0)
+    if not it:
+        return ""
+    return f" in iteration {it.start}" if len(it) == 1 else f" in iterations {it.start} to {it.stop - 1}"
+
+
+def note_mode(module: nn.Module, layers: Layers) -> None:
+    """Notes the training flags of a module that is called, where this is a first pass."""
+    for p in _passes.get():
+        if not p.recomputing:
+            p.trace.effects.modes.note(module, layers)
 
 
 @contextmanager
@@ -95,7 +115,8 @@ def rehearsal() -> Iterator[None]:
     """Runs a block whose effects are seen inside it and nowhere else: a run that only counts steps or finds shapes."""
     token = _rehearsal.set({})
     try:
-        yield
+        with uncached():
+            yield
     finally:
         _rehearsal.reset(token)
 

@@ -102,6 +102,13 @@ def innermost_in_forward_mode() -> Literal["grad", "jvp"] | None:
     return "grad" if isinstance(stack[-1], GradInterpreter) else None
 
 
+def may_have_tangent(t: Tensor) -> bool:
+    """Whether a jvp is under way that may ask for the tensor's tangent, or it has one of ordinary forward mode."""
+    if active_levels() > 0:
+        return any(isinstance(level, JvpInterpreter) for level in retrieve_all_functorch_interpreters())
+    return unpack_dual(t).tangent is not None
+
+
 def is_recorded(tensors: Sequence[Tensor]) -> bool:
     """Whether an operation on these tensors is recorded for a backward, at whatever level."""
     return torch.is_grad_enabled() and any(map(needs_gradient, tensors))

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from pure_loopgrad import _tree
-from pure_loopgrad._counting import LiveBytes
+from pure_loopgrad._counting import Flops, LiveBytes
 from pure_loopgrad._loop import pull_back_loop
 from pure_loopgrad._modes import compiled_run_eagerly
 from pure_loopgrad._reduce import Body, Options, prepare
@@ -158,11 +157,11 @@ class Subject:
         """Operations of one iteration forward, and forward and backward; matrix products and convolutions count."""
 
         def run(params: PyTree, xs_of: Callable[[int], PyTree]) -> tuple[int, int]:
-            with FlopCounterMode(display=False) as forward:
+            with Flops() as forward:
                 self._outputs(params, xs_of(1), 0)
-            with FlopCounterMode(display=False) as both:
+            with Flops() as both:
                 self._plain(params, xs_of(1), 1)
-            return forward.get_total_flops(), both.get_total_flops()
+            return forward.total, both.total
 
         f, fb = self.on_fakes(run)
         return int(f), int(fb)

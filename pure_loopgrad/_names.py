@@ -31,10 +31,10 @@ def reachable(body: Callable[..., Any], closed: tuple[type, ...] = ()) -> Iterat
             yield name, value
             visited.add(id(value))
             if not isinstance(value, closed):
-                queue.extend(_children(name, value))
+                queue.extend(children(name, value))
 
 
-def _children(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def children(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """What one can reach from a value in one step, with the expression that reaches it."""
     if isinstance(value, torch.nn.Module):
         yield from ((f"{name}.{n}", t) for n, t in [*value.named_parameters(), *value.named_buffers()])
@@ -60,7 +60,7 @@ def _callable_children(name: str, fn: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(fn, FunctionType):
         yield from _function_children(fn)
     elif isinstance(fn, torch.nn.Module):
-        yield from _children(name or type(fn).__name__, fn)
+        yield from children(name or type(fn).__name__, fn)
     else:
         yield from _instance_children(name, fn)
 

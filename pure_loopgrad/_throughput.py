@@ -19,6 +19,7 @@ from pure_loopgrad._measure import QUIET, Subject, chunk_size_for, default_budge
 from pure_loopgrad._reduce import Body, Options
 from pure_loopgrad._rng import Sources
 from pure_loopgrad._run import current
+from pure_loopgrad._settings import settings_of
 from pure_loopgrad._shapes import is_fake
 from pure_loopgrad._trace import unnoticed
 from pure_loopgrad._tree import PyTree
@@ -41,7 +42,7 @@ def resolved(body: Body, params: PyTree, xs: PyTree, options: Options) -> Option
     everything = [*_tree.split(params)[0], *tensors]
     given = current(options.run).memory_budget
     measurable = active_levels() == 0 and not any(map(is_fake, everything))
-    way = (options.reduce, options.batched, options.randomness, given, measurable)
+    way = (options.reduce, options.batched, options.randomness, given, measurable, settings_of(body))
     key = (*way, *((t.shape, t.dtype, t.device) for t in everything))
     known = _found.setdefault(identity_of(body), {})
     if key not in known:

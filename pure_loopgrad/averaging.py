@@ -13,7 +13,7 @@ from torch.optim.swa_utils import update_bn
 
 from pure_loopgrad import _tree
 from pure_loopgrad._body import accumulation_dtype
-from pure_loopgrad._module import NamedTensors
+from pure_loopgrad._named import NamedTensors
 from pure_loopgrad._tree import PyTree
 from pure_loopgrad.errors import LoopValueError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import types
@@ -9,6 +10,7 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import pure_loopgrad as plg
 from pure_loopgrad import _throughput
@@ -283,3 +285,87 @@ def test_progress_bars_without_tqdm(monkeypatch):
 def test_options_of_another_type(option, value):
     with pytest.raises(plg.errors.LoopTypeError, match=f"{option}={value!r}: expected"):
         plg.Run(**{option: value})
+
+
+class Queries(nn.Module):
+    """Attention of learned queries: a submodule whose input is a bare parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Parameter(torch.randn(3, 8))
+        self.attention = nn.MultiheadAttention(8, 2)
+
+    def forward(self, x):
+        return self.attention(self.q, x, x)[0]
+
+
+BARE = {
+    "queries": lambda: (Queries(), torch.randn(5, 7, 8)),
+    "weight norm": lambda: (nn.utils.parametrizations.weight_norm(nn.Linear(8, 4)), torch.randn(5, 8)),
+    "spectral norm": lambda: (nn.utils.parametrizations.spectral_norm(nn.Linear(8, 4)), torch.randn(5, 8)),
+}
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_a_plan_for_a_module_that_is_called_on_a_bare_parameter(name):
+    net, xs = BARE[name]()
+    plan = plg.plan(*plg.from_module(net), xs, memory_budget=2**20)
+    assert [c.name for c in plan.choices] == ["full graph", "two passes"]
+    assert 1 < plan.choices[1].time <= 2
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_operations_are_those_of_torchs_counter(name):
+    body, params, xs = WORKLOADS[name]()
+    with FlopCounterMode(display=False) as forward:
+        body(params, xs[0])
+    found = Subject(body, params, xs, Options()).flops()[0]
+    assert found == forward.get_total_flops()
+    assert (found > 0) is (name == "cnn")  # torch has no formula for a matrix times a vector
+
+
+def dropping(training):
+    return lambda w, x: nn.functional.dropout(torch.tanh(w * x), 0.5, bool(training))
+
+
+def dropping_in_part(training):
+    return functools.partial(lambda w, x, *, training: nn.functional.dropout(w * x, 0.5, training), training=training)
+
+
+@pytest.mark.parametrize("make", [dropping, dropping_in_part, lambda flag: dropping(int(flag))])
+def test_auto_of_closures_that_differ_in_a_switch(make):
+    """A chunk in which a body without dropout is fast is none for a body with dropout, of the same code."""
+    w, xs = torch.ones(4), torch.randn(64, 4)
+    for flag in (False, True, False):
+        f = make(flag)
+        torch.manual_seed(0)
+        ys = plg.map(f, w, xs, chunk_size="auto")
+        torch.manual_seed(0)
+        assert torch.allclose(ys, torch.stack([f(w, x) for x in xs]))
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_auto_in_eval_and_in_train_mode(wrapped):
+    net, xs = nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.5)), torch.randn(64, 4)
+    body, params = plg.from_module(net)
+    f = (lambda p, x: body(p, x)) if wrapped else body
+    for training in (False, True, False):
+        net.train(training)
+        torch.manual_seed(0)
+        ys = plg.map(f, params, xs, chunk_size="auto")
+        torch.manual_seed(0)
+        assert torch.allclose(ys, torch.stack([net(x) for x in xs]))
+
+
+def test_auto_measures_once_for_closures_that_differ_in_a_number(calls):
+    def step(i):
+        def body(w, x):
+            calls.append(0)
+            return torch.tanh(w @ x) / i
+
+        calls.clear()
+        plg.map(body, torch.ones(8, 8), torch.ones(6, 8), chunk_size="auto")
+        return len(calls)
+
+    counts = [step(i) for i in (1, 2, 3)]
+    assert counts[0] > counts[1] == counts[2]

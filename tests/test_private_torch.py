@@ -6,8 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 from torch.overrides import TorchFunctionMode
 
 from pure_loopgrad._accumulate import same_memory, with_storage
@@ -25,6 +28,7 @@ from pure_loopgrad._levels import (
     level_of,
 )
 from pure_loopgrad._linearise import ENGINE, records
+from pure_loopgrad._parametrize import uncached
 from pure_loopgrad.errors import ImpureBodyError
 
 
@@ -227,3 +231,15 @@ def test_inference_mode_is_seen_where_torch_func_leaves_half_of_it():
     with torch.inference_mode():
         torch.func.grad(lambda x: Spy.apply(x).sum())(torch.ones(3))
     assert seen == [(False, False)]
+
+
+def test_the_cache_of_parametrizations():
+    net = weight_norm(nn.Linear(2, 2))
+    with parametrize.cached():
+        cached = net.weight
+        with uncached():
+            own = net.weight
+            assert own is not cached
+            assert net.weight is not own
+        assert net.weight is cached
+    assert net.weight is not cached
