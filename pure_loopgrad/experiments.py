@@ -16,10 +16,10 @@ from pure_loopgrad._body import Randomness, check_chunk_size
 from pure_loopgrad._chunks import chunks
 from pure_loopgrad._grad import Argnums, check_argnums, chosen
 from pure_loopgrad._levels import active_levels, is_recorded
-from pure_loopgrad._loop import stream
 from pure_loopgrad._map import map as map_
 from pure_loopgrad._moments import NoiseScale, moments, noise_scale_of
 from pure_loopgrad._reduce import Body, Options, Prepared, prepare
+from pure_loopgrad._stream import stream
 from pure_loopgrad._task import GradBody, Task
 from pure_loopgrad._trace import first_pass_checked
 from pure_loopgrad._tree import PyTree
