@@ -73,11 +73,9 @@ def contents_of(found: Any, depth: int = DEPTH) -> Any:
     if isinstance(found, _Whole):
         return _Same.of(found.found)
     parts = _parts(found)
-    return (
-        _Same.of(getattr(found, "identity", found))
-        if parts is None or len(parts) > MANY
-        else (type(found), *(contents_of(part, depth - 1) for part in parts))
-    )
+    if parts is None or len(parts) > MANY:
+        return _Same.of(getattr(found, "identity", found))
+    return type(found), *(contents_of(part, depth - 1) for part in parts)
 
 
 def _parts(found: Any) -> list[Any] | None:
