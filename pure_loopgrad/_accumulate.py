@@ -79,17 +79,34 @@ class Sum:
     in_place: bool = True  # else the terms may belong to a transform, and what they are added to not
     total: Tensor | None = None
     dtype: torch.dtype | None = None
+    entries: int = 0  # of a sparse total, when its doubles were last put together
 
     def add(self, term: Tensor) -> None:
         """Adds a term, in the wide dtype."""
         if self.total is None:
             self.dtype = term.dtype
             copy = self.in_place and not self.only
-            self.total = term.to(accumulation_dtype(term.dtype), copy=True).contiguous() if copy else term
+            wide = term.to(accumulation_dtype(term.dtype), copy=True) if copy else term
+            self.total = wide.contiguous() if copy and not wide.is_sparse else wide
+        elif self.total.is_sparse:
+            self.total = self._together(self.total.to(accumulation_dtype(term.dtype)), term)
         elif self.in_place:
             self.total.add_(term)
         else:
             self.total = self.total.to(accumulation_dtype(term.dtype)) + term
+
+    def _together(self, total: Tensor, term: Tensor) -> Tensor:
+        """A sparse total and a term of either kind; entries at one place are added before they have doubled in number,
+        so that there are never many more than rows that are used.
+        """
+        if not term.is_sparse:
+            return term + total
+        total = total + term
+        if total._nnz() <= 2 * self.entries:
+            return total
+        total = total.coalesce()
+        self.entries = total._nnz()
+        return total
 
     def value(self) -> Tensor:
         """The sum, rounded once to the dtype of its terms."""

@@ -22,6 +22,7 @@ from pure_loopgrad.errors import DistributedError, LoopValueError
 R = TypeVar("R")
 Outputs: TypeAlias = "tuple[_tree.TreeSpec, list[Meta]]"  # the structure of an output, and its leaves
 Communication = Literal["fp32", "bf16"]
+LOW = 2**32 - 1
 HEADER = 3  # int64 numbers before the bytes of a rank: whether it failed, its rows, its bytes
 HEADER_BYTES = 8 * HEADER
 
@@ -223,25 +224,41 @@ def _from_bytes(data: Tensor, like: Sequence[Tensor], n: int) -> list[Tensor]:
 
 def _flat(tensors: Sequence[Tensor], failed: bool) -> Tensor:
     """All entries and a flag, in one dtype that holds them all: float32, or float64 where there is need."""
-    reals = [torch.view_as_real(t).reshape(-1) if t.is_complex() else t.reshape(-1) for t in tensors]
+    reals = [_as_reals(t) for t in tensors]
     dtype = torch.float32
     for t in reals:
-        dtype = torch.promote_types(dtype, t.dtype if t.is_floating_point() else torch.float64)
+        dtype = torch.promote_types(dtype, t.dtype)
     flag = torch.tensor([float(failed)], dtype=dtype, device=reals[0].device if reals else None)
     return torch.cat([*(t.to(dtype) for t in reals), flag])
+
+
+def _as_reals(t: Tensor) -> Tensor:
+    """One or two real numbers an entry, whose sums over ranks are exact for integers: halves of 32 bits in float64."""
+    if t.is_complex():
+        return torch.view_as_real(t.resolve_conj()).reshape(-1)
+    if t.is_floating_point():
+        return t.reshape(-1)
+    whole = t.reshape(-1).to(torch.int64)
+    return torch.stack([whole & LOW, whole >> 32], -1).reshape(-1).double()
 
 
 def _unflat(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     outs, start = [], 0
     for t in like:
-        size = t.numel() * (2 if t.is_complex() else 1)
-        part = flat[start : start + size]
+        size = t.numel() * (1 if t.is_floating_point() else 2)
+        outs.append(_from_reals(flat[start : start + size], t))
         start += size
-        if t.is_complex():
-            outs.append(torch.view_as_complex(part.reshape(*t.shape, 2).contiguous()).to(t.dtype))
-        else:
-            outs.append(part.reshape(t.shape).to(t.dtype))
     return outs
+
+
+def _from_reals(part: Tensor, like: Tensor) -> Tensor:
+    if like.is_floating_point():
+        return part.reshape(like.shape).to(like.dtype)
+    pairs = part.reshape(*like.shape, 2)
+    if like.is_complex():
+        return torch.view_as_complex(pairs.clone()).to(like.dtype)  # a copy, which starts at an even place
+    low, high = pairs.to(torch.int64).unbind(-1)
+    return (low + (high << 32)).to(like.dtype)
 
 
 def _in_order(rows: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ numbers, an iteration costs F + K B instead of 2F + B, in K gradients of memory.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -109,5 +110,9 @@ def _stack(rows: Sequence[Tensor], dim: int) -> Tensor:
 def contract(cotangents: Sequence[Tensor], jacobian: Tensor, like: Tensor, dim: int) -> Tensor:
     """sum_k dloss/dz_k dz_k/dlike, for a jacobian with its K rows along `dim`."""
     row = torch.cat([c.reshape(-1) for c in cotangents]).to(jacobian.dtype)
+    if jacobian.is_sparse:  # of an embedding with sparse=True: a tensordot would make it dense, if it could
+        terms = [jacobian.select(dim, k) * c for k, c in enumerate(row)]
+        total: Tensor = functools.reduce(torch.add, terms)
+        return total.to(like.dtype)
     grad: Tensor = torch.tensordot(row, jacobian, dims=([0], [dim]))
     return grad.to(like.dtype)

@@ -16,14 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 from pure_loopgrad import _tree
 from pure_loopgrad._channel import Channel, Communication, Outputs
 from pure_loopgrad._effects import recomputing
+from pure_loopgrad._identity import contents_of
 from pure_loopgrad._levels import active_levels, below_all_levels
-from pure_loopgrad._reduce import Options, Prepared, checked_total
+from pure_loopgrad._reduce import Body, Options, Prepared, checked_total
 from pure_loopgrad._replicated import Rows, replicate
 from pure_loopgrad._shapes import Meta
 from pure_loopgrad._tree import PyTree
 from pure_loopgrad.errors import LoopTypeError, LoopValueError, ShapeInferenceError
 
 R = TypeVar("R")
+MAX_KINDS = 64
 
 
 @dataclass(eq=False)
@@ -35,12 +37,24 @@ class Channels:
     by_kind: dict[Any, Channel] = field(default_factory=dict)
     last: Channel | None = None
 
-    def find(self, group: Any, prepared: Prepared | None, options: Options) -> Channel:
-        """The channel for these arguments; the one used before, where this rank could not prepare them."""
+    def find(
+        self, group: Any, body: Body, prepared: Prepared | None, options: Options, marked: Sequence[bool]
+    ) -> Channel:
+        """The channel for these arguments; the one used before, where this rank could not prepare them.
+
+        Args:
+            group: a process group.
+            body: the user's; closures of one code may return other shapes.
+            prepared: the loop over this rank's iterations.
+            options: its keywords.
+            marked: which tensors of params are differentiated.
+        """
         if prepared is not None or self.last is None:
-            lines = () if prepared is None else tuple(signature(prepared, options))
+            lines = () if prepared is None else tuple(signature(prepared, options, marked))
             new = Channel(group, self.communication, self.deterministic, signature=lines)
-            self.last = self.by_kind.setdefault((group, lines), new)
+            if len(self.by_kind) > MAX_KINDS:  # of closures over objects made anew; all ranks forget alike
+                self.by_kind.clear()
+            self.last = self.by_kind.setdefault((group, lines, contents_of(body)), new)
         return self.last
 
 
@@ -147,14 +161,14 @@ def own_part(prepared: Prepared, channel: Channel, run: Runner) -> Part:
         return Part(prepared, None)
 
 
-def signature(prepared: Prepared, options: Options) -> list[str]:
+def signature(prepared: Prepared, options: Options, marked: Sequence[bool]) -> list[str]:
     """What must be the same on all ranks, a line for each thing."""
-    trees = (("params", prepared.params, prepared.consts, 0), ("xs", prepared.xs_skeleton, prepared.xs, 1))
     lines = [f"reduce={options.reduce!r}"]
-    for root, skeleton, tensors, leading in trees:
-        paths = skeleton.tensor_paths(root)
-        metas = [Meta(tuple(t.shape[leading:]), t.dtype, t.device) for t in tensors[: len(paths)]]
-        lines += [f"{path}: {_tree.describe(meta)}" for path, meta in zip(paths, metas, strict=True)]
+    params, xs = prepared.params.tensor_paths("params"), prepared.xs_skeleton.tensor_paths("xs")
+    for path, t, mark in zip(params, prepared.consts, marked, strict=True):
+        lines.append(f"{path}: {_tree.describe(t)}, {'differentiated' if mark else 'constant'}")
+    for path, t in zip(xs, prepared.xs, strict=False):  # weights may stand behind them
+        lines.append(f"{path}: {_tree.describe(Meta(tuple(t.shape[1:]), t.dtype, t.device))}")
     return lines
 
 

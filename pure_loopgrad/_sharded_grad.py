@@ -113,7 +113,8 @@ def _value_and_gradients(
 
     made, error = attempt(prepared_here)
     prepared, wrt = made or (None, ())
-    channel, rows = channels.find(own, prepared, options), Rows()
+    marked = wrt[: prepared.loop.n_consts] if prepared is not None else ()
+    channel, rows = channels.find(own, body, prepared, options, marked), Rows()
 
     def run(prepared: Prepared) -> tuple[list[Tensor], FirstPass]:
         first = first_pass(prepared, wrt, "auto")

@@ -221,10 +221,10 @@ def _looped(
     channels = _known.setdefault(identity_of(body), {}).setdefault(key, Channels(communication, deterministic))
     guarded = Guarded(body)
     prepared, error = attempt(lambda: _prepared(guarded, params, xs, options))
-    channel = channels.find(own, prepared, options)
+    needed = [] if prepared is None else [t.requires_grad or is_wrapped(t) for t in prepared.consts]
+    channel = channels.find(own, body, prepared, options, needed)
 
     def run(prepared: Prepared) -> tuple[list[Tensor], None]:
-        needed = [t.requires_grad or is_wrapped(t) for t in prepared.consts]
         entered = replicate("enter", channel, list(compress(prepared.consts, needed)))
         if active_levels() == 0:
             guarded.channel, guarded.entered = channel, [t.detach() for t in entered if _tree.is_differentiable(t)]

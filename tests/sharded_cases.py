@@ -232,6 +232,63 @@ def faults(rank, world):
     return seen
 
 
+def head(k, fails=False):
+    """Closures of one code, whose outputs differ in shape."""
+
+    def f(p, x):
+        if fails:
+            raise ValueError("the disk is full")
+        return (p * x)[:k]
+
+    return f
+
+
+def heads(rank, sizes):
+    """Of two ranks, of which one may have no iterations; then rank 1 raises in a call with another shape."""
+    w, xs = P["b"][0], XS[own(sizes, rank)]
+    out = []
+    for k in (3, 2, 3):
+        value, dw = distributed.value_and_grad(head(k), lambda p, y: y.square().sum(), reduce="sum")(w, xs)
+        out.append((distributed.map(head(k), w, xs), distributed.sum(head(k), w, xs), value, dw))
+    fails = lambda loop: raised(loop, head(1, fails=rank == 1), w, XS[own([3, 2], rank)])
+    with counted() as calls:
+        after = distributed.sum(head(2), w, xs)
+    return out, [fails(distributed.sum), fails(distributed.map)], after, dict(calls)
+
+
+def dtypes(rank, sizes):
+    """Complex entries behind an odd number of real ones, and integers that no float64 holds."""
+    xs = XS[own(sizes, rank)]
+    outs = distributed.sum(lambda p, x: (x[:1], x * 1j, (x > 0), LARGE, -LARGE, LARGE.to(torch.int32)), None, xs)
+    p = {"a": P["b"][0], "c": P["W"][0, :2] * (1 + 2j)}
+    f = distributed.value_and_grad(of_complex, lambda p, y: y.square().sum())
+    live = {k: t.clone().requires_grad_() for k, t in p.items()}
+    distributed.map(of_complex, live, xs).square().sum().backward()
+    return outs, f(p, xs)[1], {k: t.grad for k, t in live.items()}
+
+
+LARGE = torch.tensor(2**53 + 1)
+
+
+def of_complex(p, x):
+    return (p["a"].sum() * p["c"]).abs().sum() * x.sum()
+
+
+def marks(rank, world):
+    """Ranks that differentiate other leaves, of equal shapes."""
+    live = {k: P["b"][0].clone().requires_grad_((k == "a") == (rank == 0)) for k in "ab"}
+    f = lambda p, x: p["a"] * x + 2 * p["b"] * x
+    xs = XS[own([3, 2], rank)]
+    return [
+        raised(distributed.value_and_grad(f, lambda p, y: y.square().sum()), live, xs),
+        raised(backward_of, distributed.map, f, live, xs),
+    ]
+
+
+def backward_of(loop, body, live, xs):
+    loop(body, live, xs).square().sum().backward()
+
+
 def killed(rank, world):
     """Rank 1 dies in a backward; how the others hear of it, and how long that takes."""
     calls = []

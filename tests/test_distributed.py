@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 import pure_loopgrad as plg
 from pure_loopgrad import _sharded_map, distributed
 from pure_loopgrad._channel import _capacity, _flat, _unflat
+from pure_loopgrad._identity import contents_of
 from pure_loopgrad.errors import LoopValueError
 from pure_loopgrad.testing import assert_close
 from tests import sharded_cases as cases
@@ -136,6 +139,48 @@ def test_faults_are_heard_by_all():
         assert_close(seen["after"], cases.XS[:3].sum(0))
 
 
+@pytest.mark.parametrize("sizes", [[5, 0], [0, 5], [3, 2]])
+def test_closures_of_one_code_with_other_outputs(sizes):
+    """Also on the rank that has no iterations, and has to know what the others do."""
+    w = cases.P["b"][0]
+    for rank, (found, failed, after, calls) in enumerate(run(2, cases.heads, sizes)):
+        for k, outs in zip((3, 2, 3), found, strict=True):
+            live = w.clone().requires_grad_()
+            ys = torch.stack([(live * x)[:k] for x in cases.XS])
+            value = ys.sum(0).square().sum()
+            assert_close(outs, (ys.detach(), ys.sum(0).detach(), value.detach(), *torch.autograd.grad(value, live)))
+        for name, text in failed:
+            assert name == ("DistributedError", "ValueError")[rank]
+            assert "the disk is full" in text
+        assert_close(after, (w * cases.XS)[:, :2].sum(0))
+        assert calls == {"all_reduce": 1}  # a closure like one before needs no comparison
+
+
+@pytest.mark.parametrize("sizes", [[3, 2], [5, 0]])
+def test_sums_of_every_dtype(sizes):
+    xs = cases.XS
+    live = {"a": cases.P["b"][0].clone(), "c": cases.P["W"][0, :2] * (1 + 2j)}
+    live = {k: t.requires_grad_() for k, t in live.items()}
+    torch.stack([cases.of_complex(live, x) for x in xs]).square().sum().backward()
+    for outs, *grads in run(2, cases.dtypes, sizes):
+        assert_close(outs[0], xs[:, :1].sum(0))
+        assert_close(outs[1], xs.sum(0) * 1j)
+        assert outs[2].tolist() == (xs > 0).sum(0).tolist()
+        assert [int(t) for t in outs[3:5]] == [5 * (2**53 + 1), -5 * (2**53 + 1)]
+        assert (outs[5].item(), outs[5].dtype) == (5, plg.sum(lambda p, x: x, None, torch.ones(1).int()).dtype)
+        for grad in grads:
+            assert_close(grad, {k: t.grad for k, t in live.items()})
+
+
+def test_ranks_that_differentiate_other_leaves():
+    """Their gradients have equal shapes, and would be added to one another."""
+    for seen in run(2, cases.marks, 2):
+        for name, text in seen:
+            assert name == "LoopValueError"
+            assert "rank 0 has params['a']: shape (3,) and dtype torch.float64, differentiated" in text
+            assert "rank 1 has params['a']: shape (3,) and dtype torch.float64, constant" in text
+
+
 def test_a_killed_rank_is_reported():
     survivor, dead = on_ranks(2, cases.killed, 2)
     assert dead is None
@@ -178,7 +223,8 @@ def test_one_flat_buffer_holds_all_dtypes():
     tensors: list[Tensor] = [
         torch.randn(2, 3).bfloat16(),
         torch.randn(3, dtype=torch.complex64),
-        torch.tensor(2**40 + 1),
+        torch.tensor([2**40 + 1, -(2**62), -1]),
+        torch.tensor([True, False]),
         torch.randn(()),
     ]
     flat = _flat(tensors, failed=False)
@@ -187,6 +233,26 @@ def test_one_flat_buffer_holds_all_dtypes():
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(back, tensors, strict=True))
     assert _flat(tensors[:2], failed=True).dtype == torch.float32
     assert _flat([], failed=True)[-1] == 1
+
+
+def test_what_decides_about_the_shapes_of_a_closure():
+    def make(k, captured=None):
+        return lambda p, x: (p * x, captured)[:k]
+
+    config, net = {"width": 2, "act": torch.tanh}, torch.nn.Linear(2, 2)
+    assert contents_of(make(2)) == contents_of(make(2)) != contents_of(make(3))
+    assert contents_of(make(2, torch.ones(3))) == contents_of(make(2, torch.zeros(3))) != contents_of(make(2))
+    assert contents_of(make(2, 0.5)) == contents_of(make(2, 0.25)) != contents_of(make(2, 1))
+    assert contents_of(make(2, net)) == contents_of(make(2, net)) != contents_of(make(2, torch.nn.Linear(2, 2)))
+    assert contents_of(make(2, config)) == contents_of(make(2, dict(config)))
+    assert contents_of(make(2, config)) != contents_of(make(2, {**config, "width": 3}))
+    assert contents_of(make(2, make(1))) == contents_of(make(2, make(1))) != contents_of(make(2, make(0)))
+    assert contents_of(partial(make, 1)) == contents_of(partial(make, 1)) != contents_of(partial(make, k=1))
+    first, again = plg.from_module(net)[0], plg.from_module(net)[0]
+    assert contents_of(first) == contents_of(again)
+    assert contents_of(net.forward) == contents_of(net.forward)
+    assert len({contents_of(make(2, net)), contents_of(make(2, net))}) == 1
+    assert contents_of(itself := lambda: itself)
 
 
 @pytest.mark.parametrize(("needed", "before", "after"), [(8, 0, 8), (8, 8, 8), (7, 8, 8), (3, 8, 3), (0, 0, 0)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import pure_loopgrad as plg
 from pure_loopgrad.testing import assert_close, peak_bytes, saved_bytes
@@ -91,3 +92,50 @@ def test_the_memory_of_what_is_dense_counts(sparse):
     live = W.clone().requires_grad_()
     x = XS[0].clone()
     assert saved_bytes(lambda: body({"A": sparse, "w": live}, x)) == x.numel() * 8
+
+
+TABLE = torch.randn(10, 3, generator=G, dtype=torch.float64)
+ROWS = torch.randint(0, 10, (N, 4), generator=G)
+LOOKUPS = {
+    "embedding": lambda w, i: F.embedding(i, w, sparse=True).sin(),
+    "bag": lambda w, i: F.embedding_bag(i, w, i.new_zeros(1), mode="sum", sparse=True).sin(),
+}
+
+
+def live_table(run):
+    w = TABLE.clone().requires_grad_()
+    run(w).backward()
+    return w.grad
+
+
+LOOKED_UP = {
+    "map": lambda f, xs: live_table(lambda w: loss(plg.map(f, w, xs))),
+    "sum": lambda f, xs: live_table(lambda w: plg.sum(lambda w, i: loss(f(w, i)), w, xs)),
+    "scan": lambda f, xs: live_table(lambda w: plg.scan(lambda w, c, i: (c + loss(f(w, i)), None), w, ZERO, xs)[0]),
+    "value_and_grad": lambda f, xs: plg.value_and_grad(f, lambda w, ys: loss(ys))(TABLE, xs)[1],
+    "unchecked": lambda f, xs: plg.value_and_grad(f, lambda w, ys: loss(ys), run=plg.Run(check="off"))(TABLE, xs)[1],
+    "kept": lambda f, xs: plg.value_and_grad(f, lambda w, ys: loss(ys), run=plg.Run(save="everything"))(TABLE, xs)[1],
+    "one pass": lambda f, xs: plg.value_and_grad(lambda w, i: loss(f(w, i)), reduce="sum")(TABLE, xs)[1],
+    "two numbers": lambda f, xs: plg.value_and_grad(
+        lambda w, i: (loss(f(w, i)), 2 * loss(f(w, i))), lambda w, z: z[0] * 3 - z[1], reduce="sum"
+    )(TABLE, xs)[1],
+}
+ZERO = torch.zeros((), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("n", [1, 2, N])
+@pytest.mark.parametrize("lookup", LOOKUPS)
+@pytest.mark.parametrize("name", LOOKED_UP)
+def test_the_sparse_gradient_of_an_embedding(name, lookup, n):
+    f, xs = LOOKUPS[lookup], ROWS[:n]
+    found = LOOKED_UP[name](f, xs)
+    assert found.is_sparse
+    assert_close(found.to_dense(), live_table(lambda w: loss(torch.stack([f(w, i) for i in xs]))).to_dense())
+    assert found._nnz() <= 2 * len(TABLE) + xs[0].numel()  # what is added up does not grow with n
+
+
+def test_a_table_that_is_also_used_whole():
+    """Tied weights: the sum is dense from the first dense term on."""
+    f = lambda w, i: F.embedding(i, w, sparse=True).sin() * (w.sum() if i[0] % 2 else 1.0)
+    found = live_table(lambda w: loss(plg.map(f, w, ROWS)))
+    assert_close(found.to_dense(), live_table(lambda w: loss(torch.stack([f(w, i) for i in ROWS]))).to_dense())

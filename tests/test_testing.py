@@ -85,6 +85,24 @@ def test_scans_match(n, checkpoints, stack):
     testing.assert_scan_matches_full_graph(step, W, W, XS[:n], checkpoints=[checkpoints], stack=stack)
 
 
+def test_a_body_without_a_float_output():
+    for reduce in ("stack", "sum"):
+        testing.assert_matches_full_graph(lambda p, x: x > p, W, XS, reduce=reduce)
+
+
+def test_a_module_with_buffers_of_another_dtype():
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    xs = torch.randn(5, 6, 3)
+    body, params = plg.from_module(net)
+    with pytest.raises(plg.errors.LoopTypeError, match=r"Use dtype=None, or module.double\(\)"):
+        testing.assert_matches_full_graph(body, params, xs)
+    with pytest.raises(plg.errors.LoopTypeError, match=r"Use dtype=None, or module.double\(\)"):
+        testing.assert_scan_matches_full_graph(lambda p, c, x: (c + body(p, x), None), params, torch.zeros(6, 4), xs)
+    testing.assert_matches_full_graph(*plg.from_module(net.double()), xs, chunk_sizes=[1])
+    with pytest.raises(RuntimeError, match="must match the size"):  # an error of the body's own stays what it is
+        testing.assert_matches_full_graph(lambda p, x: x + torch.ones(7), W, XS)
+
+
 # Planted faults
 
 

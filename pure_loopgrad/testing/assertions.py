@@ -20,6 +20,7 @@ from pure_loopgrad._run import Run
 from pure_loopgrad._scan import CarryBody, scan
 from pure_loopgrad._schedule import Plan
 from pure_loopgrad._tree import PyTree, tree_map
+from pure_loopgrad.errors import LoopTypeError
 from pure_loopgrad.testing.comparing import tolerance_of
 from pure_loopgrad.testing.gradients import Loss, Reference, assert_no_difference, cast, coupled, seeded
 from pure_loopgrad.testing.plain import leaves, n_of, plain_map, plain_mean, plain_scan, plain_sum, take
@@ -68,6 +69,7 @@ def assert_matches_full_graph(
     Raises:
         AssertionError: which leaf of what differs, and by how much; also where the body reads a tensor that requires
             grad and was not given to it.
+        LoopTypeError: the body holds tensors of its own that do not go with `dtype`.
         LoopGradError: what the library itself refuses.
 
     Memory: that of the full graph. Time: that of the plain gradient, and of two of ours for each chunk size.
@@ -77,8 +79,8 @@ def assert_matches_full_graph(
     """
     loop, plain_loop = REDUCTIONS[reduce]
     loss = coupled if loss is None else loss
-    params, xs = cast((params, xs), dtype)
     one = _one_at_a_time(body) if batched else body
+    given, (params, xs) = (params, xs), cast((params, xs), dtype)
     options: dict[str, Any] = {"batched": batched, "randomness": randomness, "run": run}
 
     def plain(inputs: PyTree) -> PyTree:
@@ -90,6 +92,7 @@ def assert_matches_full_graph(
     def of_inputs(inputs: PyTree, ys: PyTree) -> Tensor:
         return loss(inputs[0], ys)
 
+    _refuse_half_cast(lambda inputs: one(inputs[0], take(inputs[1], 0)), given, (params, xs))
     _refuse_hidden_graph(one, params, xs)
     rtol = tolerance_of((params, xs)) if rtol is None else rtol
     reference = Reference(plain, (params, xs), of_inputs, stack)
@@ -141,7 +144,9 @@ def assert_scan_matches_full_graph(
         >>> assert_scan_matches_full_graph(body, torch.ones(2), torch.zeros(2), torch.randn(5, 2))
     """
     loss = coupled if loss is None else loss
-    inputs = cast((params, init, xs), dtype)
+    given = params, init, xs
+    inputs = cast(given, dtype)
+    _refuse_half_cast(lambda i: body(i[0], i[1], take(i[2], 0)), given, inputs)
     rtol = tolerance_of(inputs) if rtol is None else rtol
     reference = Reference(lambda i: plain_scan(body, *i), inputs, lambda i, ys: loss(i[0], ys), stack)
 
@@ -162,6 +167,23 @@ def _one_at_a_time(body: Body) -> Body:
     return one
 
 
+def _refuse_half_cast(once: Callable[[PyTree], object], given: PyTree, inputs: PyTree) -> None:
+    """Raises LoopTypeError for a body that runs in the dtypes that it was given, and not in those it was cast to."""
+    if not n_of(given[-1]):
+        return
+    try:
+        seeded(once, inputs)
+    except RuntimeError as error:
+        try:
+            seeded(once, cast(given, None))
+        except Exception:
+            raise error from None  # one of its own
+        raise LoopTypeError(
+            f"the body runs on params and xs as they are, and not cast to dtype=: it holds tensors of another dtype, "
+            f"such as the buffers of a module. Use dtype=None, or module.double(). {type(error).__name__}: {error}"
+        ) from error
+
+
 def _refuse_hidden_graph(body: Body, params: PyTree, xs: PyTree) -> None:
     """No input requires grad here, so an output that does comes from a tensor that the body captured."""
     if not n_of(xs):
@@ -180,4 +202,6 @@ def _hold_value_and_grad(reference: Reference, f: Callable[..., Any], rtol: floa
     plain_value, gradient = reference.gradient
     assert_no_difference(value.to(plain_value), plain_value, rtol, f"{what}: value", atol)
     floats = tree_map(lambda t: t if is_continuous(t) else None, gradient)
+    # a leaf that no float output depends on gets None from the library, and zeros from the oracle
+    grads = tree_map(lambda plain, g: torch.zeros_like(plain) if g is None else g, floats, grads)
     assert_no_difference(grads, floats, rtol, f"{what}: gradient of (params, xs)", atol)
