@@ -29,11 +29,7 @@ class Watch(TorchFunctionMode):
     """Sees every tensor argument of every torch function, and notes those that were not given and not made inside."""
 
     def __init__(
-        self,
-        body: Callable[..., Any],
-        given: Sequence[Tensor],
-        replayed: Sequence[Any] = (),
-        what: str = "body",
+        self, body: Callable[..., Any], given: Sequence[Tensor], replayed: Sequence[Any] = (), what: str = "body"
     ) -> None:
         super().__init__()
         self.body = inspect.unwrap(body)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, cast
 
@@ -221,7 +222,7 @@ def push_forward(body: JvpBody | DualBody, consts: Tensors, xs: Tensors) -> tupl
 
     # with grad mode off, some ops choose a backward formula that has no forward derivative (silu)
     with torch.enable_grad():
-        jvp = within_dual_level if in_dual_level() else torch.func.jvp
-        pushed = jvp(outputs, tuple(compress(inputs, body.wrt)), tangents, has_aux=True)
+        jvp = within_dual_level if in_dual_level() else partial(torch.func.jvp, has_aux=True)
+        pushed = jvp(outputs, tuple(compress(inputs, body.wrt)), tangents)
     _, found, both = cast("tuple[Any, Tensors, tuple[Tensors, Tensors]]", pushed)
     return both, found

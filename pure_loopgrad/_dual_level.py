@@ -15,9 +15,7 @@ from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
 from pure_loopgrad import _tree
-from pure_loopgrad._levels import unpack_dual
-
-make_dual: Any = forward_ad.make_dual  # torch leaves it untyped
+from pure_loopgrad._levels import make_dual, unpack_dual
 
 
 def in_dual_level() -> bool:
@@ -29,10 +27,9 @@ def in_dual_level() -> bool:
 
 
 def within_dual_level(
-    fn: Callable[..., tuple[Any, Any]], primals: Sequence[Tensor], tangents: Sequence[Tensor], *, has_aux: bool
+    fn: Callable[..., tuple[Any, Any]], primals: Sequence[Tensor], tangents: Sequence[Tensor]
 ) -> tuple[Any, tuple[Tensor, ...], Any]:
     """`torch.func.jvp` of a function of flat tensors, with aux, in the level that is open."""
-    assert has_aux
     with forward_ad._set_fwd_grad_enabled(True):
         outputs, aux = fn(*(make_dual(p.detach(), t) for p, t in zip(primals, tangents, strict=True)))
         pairs = [unpack_dual(y) for y in outputs]

@@ -94,13 +94,16 @@ def running(trace: HasEffects, *, recomputation: bool) -> Iterator[None]:
         _passes.reset(token)
 
 
+def where(trace: HasEffects) -> str:
+    """The iterations that run now, in words."""
+    it = trace.iterations
+    return f"iteration {it.start}" if len(it) == 1 else f"iterations {it.start} to {it.stop - 1}"
+
+
 def when() -> str:
-    """The iterations that run now, as a part of a sentence; nothing where there is no loop."""
+    """The same of the innermost loop, as a part of a sentence; nothing where there is none."""
     passes = _passes.get()
-    it = passes[-1].trace.iterations if passes else range(0)
-    if not it:
-        return ""
-    return f" in iteration {it.start}" if len(it) == 1 else f" in iterations {it.start} to {it.stop - 1}"
+    return f" in {where(passes[-1].trace)}" if passes and passes[-1].trace.iterations else ""
 
 
 def note_mode(module: nn.Module, layers: Layers) -> None:

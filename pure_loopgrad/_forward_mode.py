@@ -19,12 +19,11 @@ from torch._functorch.pyfunctorch import GradInterpreter, retrieve_current_funct
 from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
-from pure_loopgrad._levels import unpack_dual
+from pure_loopgrad._levels import make_dual, unpack_dual
 from pure_loopgrad._linearise import Mask
 from pure_loopgrad._tree import is_differentiable
 from pure_loopgrad._user import Tensors
 
-make_dual: Any = forward_ad.make_dual  # torch leaves it untyped
 SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
 
 

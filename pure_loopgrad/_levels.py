@@ -22,7 +22,8 @@ from torch._functorch.pyfunctorch import (
 )
 from torch.autograd import forward_ad
 
-unpack_dual: Any = forward_ad.unpack_dual  # torch leaves it untyped
+unpack_dual: Any = forward_ad.unpack_dual  # torch leaves both untyped
+make_dual: Any = forward_ad.make_dual
 
 
 def is_wrapped(t: Tensor) -> bool:

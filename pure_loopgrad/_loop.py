@@ -81,7 +81,8 @@ class _LoopFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors  # read once: what unpacks them may copy, or allow no more, as torch's checkpoint
-        wrt = tuple(map(_wanted, ctx.needs_input_grad[1:], tensors))
+        needs = zip(ctx.needs_input_grad[1:], tensors, strict=True)
+        wrt = tuple(need and _tree.is_differentiable(t) for need, t in needs)
         return (None, *pull_back_loop(ctx.loop, tensors, wrt, cotangents))
 
     @staticmethod
@@ -107,10 +108,6 @@ class _LoopFunction(torch.autograd.Function):
         body = VmapBody(loop.body, nc, batched, info.randomness if drew else "same")
         sums, stacks = replace(loop, body=body)(moved[:nc], moved[nc:])
         return (*sums, *stacks), (*(0 for _ in sums), *(1 for _ in stacks))
-
-
-def _wanted(need: bool, t: Tensor) -> bool:
-    return need and _tree.is_differentiable(t)
 
 
 class _GradFunction(SingleLevelFunction):  # type: ignore[misc]  # of type Any

@@ -19,7 +19,7 @@ from pure_loopgrad._counting import Flops, LiveBytes
 from pure_loopgrad._loop import pull_back_loop
 from pure_loopgrad._modes import compiled_run_eagerly
 from pure_loopgrad._reduce import Body, Options, prepare
-from pure_loopgrad._rng import left_alone, with_globals
+from pure_loopgrad._rng import Sources, left_alone, with_globals
 from pure_loopgrad._run import Run, current
 from pure_loopgrad._shapes import without_data
 from pure_loopgrad._tree import PyTree
@@ -62,7 +62,7 @@ class Subject:
         tensors, skeleton = _tree.split(self.params)
         x_tensors, x_skeleton = _tree.split(self.xs)
         try:
-            with left_alone(self.generators), compiled_run_eagerly(), without_data() as mode:
+            with left_alone(Sources.of([], (), self.generators)), compiled_run_eagerly(), without_data() as mode:
                 params = skeleton.fill([mode.from_tensor(t.detach()) for t in tensors])
                 one = [mode.from_tensor(x) for x in x_tensors]
                 return run(params, lambda n: x_skeleton.fill([x.new_empty((n, *x.shape[1:])) for x in one]))

@@ -23,6 +23,7 @@ from torch import Tensor
 from pure_loopgrad import _tree
 from pure_loopgrad._capture import Watch, version_of
 from pure_loopgrad._names import find_name
+from pure_loopgrad._rng import GLOBALS
 from pure_loopgrad._shapes import is_fake
 from pure_loopgrad.errors import ImpureBodyError
 
@@ -137,7 +138,7 @@ def foreign_draws_refused(replayed: Sequence[Any]) -> Iterator[None]:
     """Raises where a first pass draws from Python's or numpy's global generator, unless they are replayed."""
     if "numpy" in sys.modules:
         importlib.import_module("numpy.random")  # numpy loads it at its first use, which may be inside the body
-    names = [name for name in ("random", "numpy.random") if sys.modules.get(name) not in (None, *replayed)]
+    names = [name for name in GLOBALS if sys.modules.get(name) not in (None, *replayed)]
     before = [_foreign_state(name) for name in names]
     yield
     for name, state in zip(names, before, strict=True):

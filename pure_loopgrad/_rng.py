@@ -17,6 +17,7 @@ from pure_loopgrad.errors import LoopTypeError, LoopValueError
 
 State: TypeAlias = "tuple[Any, ...]"  # one entry a source
 CPU = torch.device("cpu")
+GLOBALS = ("random", "numpy.random")  # modules that draw from a generator of their own
 
 
 @dataclass(frozen=True)
@@ -93,14 +94,13 @@ def source_of(generator: Any) -> Source:
 
 def with_globals(given: Sequence[Any]) -> tuple[Any, ...]:
     """The given generators and the global ones of Python and numpy, as far as these are loaded."""
-    loaded = (sys.modules[name] for name in ("random", "numpy.random") if name in sys.modules)
+    loaded = (sys.modules[name] for name in GLOBALS if name in sys.modules)
     return (*given, *(module for module in loaded if module not in given))
 
 
 @contextmanager
-def left_alone(given: Sequence[Any]) -> Iterator[None]:
-    """A block that only finds something out: all generators end where they were."""
-    sources = Sources.of([], (), given)
+def left_alone(sources: Sources) -> Iterator[None]:
+    """A block at whose end all generators stand where they stood."""
     state = sources.state()
     try:
         yield
@@ -149,11 +149,8 @@ class RngTape:
         if not self.states:
             yield _Player({}, sources)
             return
-        outside = sources.state()
-        try:
+        with left_alone(sources):
             yield _Player(self.states, sources)
-        finally:
-            sources.restore(outside)
 
 
 @dataclass

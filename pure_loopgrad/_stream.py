@@ -23,7 +23,7 @@ from pure_loopgrad._pullback import PullBackChunks
 from pure_loopgrad._purity import refuse_changed_inputs
 from pure_loopgrad._residuals import Residuals
 from pure_loopgrad._rng import RngTape
-from pure_loopgrad._trace import Trace, where
+from pure_loopgrad._trace import Trace
 from pure_loopgrad._user import Tensors, Terms
 from pure_loopgrad.errors import LoopGradError, add_note
 
@@ -113,7 +113,7 @@ def _add_chunk(loop: Stream, run: RunChunk, outputs: Consumer, consts: Tensors, 
     except LoopGradError:
         raise
     except Exception as error:
-        add_note(error, f"in the {loop.body.what} of {where(trace)}, chunk_size={loop.chunk_size}")
+        add_note(error, f"in the {loop.body.what} of {_effects.where(trace)}, chunk_size={loop.chunk_size}")
         raise
     outputs.add(trace.iterations, *found)
     if trace.debug_nonfinite:

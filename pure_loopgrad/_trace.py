@@ -16,7 +16,7 @@ from pure_loopgrad._effects import Effects, enclosing, recomputing, rehearsal
 from pure_loopgrad._levels import active_levels, draws_for_nobody
 from pure_loopgrad._progress import Progress
 from pure_loopgrad._purity import FirstSight, foreign_draws_refused
-from pure_loopgrad._rng import Sources, moved
+from pure_loopgrad._rng import Sources, left_alone, moved
 from pure_loopgrad._run import Check, Compile, Run, Save, reports_of
 from pure_loopgrad._shapes import Meta
 from pure_loopgrad.errors import LoopValueError
@@ -81,21 +81,11 @@ class Trace:
         return not self.draws and not self.effects.found
 
 
-def where(trace: Trace) -> str:
-    """The iterations that run now, in words."""
-    it = trace.iterations
-    return f"iteration {it.start}" if len(it) == 1 else f"iterations {it.start} to {it.stop - 1}"
-
-
 @contextmanager
 def unnoticed(sources: Sources) -> Iterator[None]:
     """A block that only finds something out: no gradient, no draw and no change of a buffer is seen outside of it."""
-    state = sources.state()
-    try:
-        with torch.no_grad(), rehearsal():
-            yield
-    finally:
-        sources.restore(state)
+    with left_alone(sources), torch.no_grad(), rehearsal():
+        yield
 
 
 @contextmanager

@@ -15,12 +15,12 @@ from torch import Tensor
 from pure_loopgrad import _tree
 from pure_loopgrad._capture import Watch, refuse_captured, refuse_captured_later
 from pure_loopgrad._constants import Unwrapping, needs_watch
-from pure_loopgrad._effects import recomputing, repeating
+from pure_loopgrad._effects import recomputing, repeating, where
 from pure_loopgrad._nonfinite import check_outputs
 from pure_loopgrad._purity import REMEDY
 from pure_loopgrad._rng import moved
 from pure_loopgrad._shapes import Meta
-from pure_loopgrad._trace import Trace, where
+from pure_loopgrad._trace import Trace
 from pure_loopgrad.errors import ImpureBodyError, LoopGradError, add_note
 
 Tensors: TypeAlias = Sequence[Tensor]
