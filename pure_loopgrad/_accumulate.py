@@ -51,7 +51,7 @@ class Outputs:
                 total.add(plain(term) if total.total is None else term)
         for stack, part in zip(self.stacks, stacks, strict=True):
             if part is None:
-                stack.clear([iterations])
+                stack.gaps.append(iterations)
             else:
                 stack.add(iterations, plain(part) if stack.buffer is None else part)
 
@@ -66,7 +66,7 @@ class Outputs:
     def finish(self, inputs: Tensors) -> tuple[list[Tensor], list[Tensor]]:
         """The results, none of which shares memory with an input or with another result."""
         for stack in self.stacks:
-            stack.clear(self.left_out)
+            stack.gaps.extend(self.left_out)
         results = own([*(s.value() for s in self.sums), *(s.value() for s in self.stacks)], inputs)
         return results[: len(self.sums)], results[len(self.sums) :]
 
@@ -122,6 +122,12 @@ class Stack:
     in_place: bool = True  # see Sum
     buffer: Tensor | None = None
     parts: dict[int, Tensor] = field(default_factory=dict)
+    gaps: list[range] = field(default_factory=list)  # where the value is zero, as nothing is added
+
+    @property
+    def started(self) -> bool:
+        """Whether something was added."""
+        return self.buffer is not None or bool(self.parts)
 
     def add(self, iterations: range, part: Tensor) -> None:
         """Takes some entries, in any order."""
@@ -135,16 +141,15 @@ class Stack:
             self.buffer = part.new_empty((self.n, *part.shape[1:]))
         self.buffer[iterations.start : iterations.stop] = part
 
-    def clear(self, gaps: Sequence[range]) -> None:
-        """Puts zeros where nothing was added; something was."""
-        for iterations in gaps:
-            assert self.buffer is not None
-            self.buffer[iterations.start : iterations.stop] = 0
-
     def value(self) -> Tensor:
+        """All entries, of which some were added."""
         if self.parts:
-            return torch.cat([part for _, part in sorted(self.parts.items())])
+            like = next(iter(self.parts.values()))
+            zeros = {gap.start: like.new_zeros((len(gap), *like.shape[1:])) for gap in self.gaps}
+            return torch.cat([part for _, part in sorted({**self.parts, **zeros}.items())])
         assert self.buffer is not None
+        for gap in self.gaps:
+            self.buffer[gap.start : gap.stop] = 0
         return self.buffer
 
 

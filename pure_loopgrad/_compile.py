@@ -94,7 +94,7 @@ def _layers(body: Any) -> tuple[UserBody | None, Hashable]:
     """The user's body below derivatives, or None where it is no chunk; and all that stands above it."""
     kind: list[Any] = []
     while not isinstance(body, UserBody):
-        kind += [type(body), *(value for name, value in vars(body).items() if name not in ("base", "body"))]
+        kind += [type(body), *(value for name, value in vars(body).items() if name not in ("base", "body", "missing"))]
         body = getattr(body, "base", None) or getattr(body, "body", None)
         if body is None:
             return None, ()

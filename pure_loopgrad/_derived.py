@@ -12,7 +12,7 @@ Each calls the body beneath it exactly once, so that the random numbers it draws
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, cast
@@ -25,6 +25,7 @@ from pure_loopgrad._body import ChunkBody, Labels
 from pure_loopgrad._dual_level import in_dual_level, within_dual_level
 from pure_loopgrad._levels import is_recorded
 from pure_loopgrad._linearise import Mask, gradients, linearise, put, zeros_for_none
+from pure_loopgrad._missing import Missing
 from pure_loopgrad._shapes import Meta, Outline
 from pure_loopgrad._user import Tensors, Terms
 
@@ -36,8 +37,8 @@ T = TypeVar("T")
 class HasPullback(Protocol):
     """A body that knows a better way backward than to record itself whole; all that it has are consts and sums."""
 
-    def pull_back(self, inputs: Tensors, wrt: Mask, outs: Mask, cotangents: Tensors) -> list[Tensor]:
-        """The gradients of the marked inputs from cotangents of the marked outputs."""
+    def pull_back(self, inputs: Tensors, wrt: Mask, outs: Mask, cotangents: Tensors) -> list[Tensor | None]:
+        """The gradients of the marked inputs from cotangents of the marked outputs; None where nothing leads to one."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class VjpBody:
     wrt: Mask  # over consts, then xs
     sums: Mask
     stacks: Mask
+    missing: Missing = field(default_factory=Missing, compare=False)
     what: ClassVar[str] = "vjp"
 
     @property
@@ -74,7 +76,7 @@ class VjpBody:
         inputs = self.inputs(consts, xs)
         if self.base_has_pullback and not is_recorded([*consts, *xs]):
             base, cotangents = cast(HasPullback, self.base), self.cotangents(consts, xs)
-            return base.pull_back(inputs, self.wrt, self.sums, cotangents), []
+            return self.filled(base.pull_back(inputs, self.wrt, self.sums, cotangents), inputs), []
         grads = self.linearised(inputs)(self.cotangents(consts, xs))
         return self.parted(self.filled(grads, inputs))
 
@@ -86,7 +88,7 @@ class VjpBody:
             base: the base, or what does the same in fewer layers.
         """
         nc, nx, n_sums = self.n_consts, self.n_xs, self.n_sums
-        marked = [i for i, wanted in enumerate(self.wrt) if wanted]
+        missing, marked = self.missing, [i for i, wanted in enumerate(self.wrt) if wanted]
         recording = torch.enable_grad()
 
         def pull_back(consts: Tensors, xs: Tensors) -> tuple[Terms, Terms]:
@@ -98,6 +100,8 @@ class VjpBody:
                 sums, stacks = base(inputs[:nc], inputs[nc:])
             outputs = [*compress(sums, self.sums), *compress(stacks, self.stacks)]
             grads = gradients(outputs, leaves, [*consts[nc:], *xs[nx:]])
+            if missing.open:
+                missing.note(grads)
             return grads[:n_sums], grads[n_sums:]
 
         return pull_back
@@ -111,7 +115,9 @@ class VjpBody:
         return [*consts[self.n_consts :], *xs[self.n_xs :]]
 
     def filled(self, grads: Terms, inputs: Tensors) -> list[Tensor]:
-        """Gradients with zeros for None."""
+        """The gradients of a chunk, with zeros for None."""
+        if not torch.compiler.is_compiling():
+            self.missing.note(grads)
         return zeros_for_none(grads, list(compress(inputs, self.wrt)))
 
     def parted(self, grads: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Literal, TypeAlias
 
-import torch
 from torch import Tensor
 
 from pure_loopgrad import _run, _tree
@@ -147,10 +146,9 @@ def first_pass(prepared: Prepared, wrt: Mask, plan: Plan) -> FirstPass:
 def contracted(first: FirstPass, inputs: Sequence[Tensor], wrt: Mask, cotangents: Gradients) -> Gradients:
     """The loss's cotangents times the jacobians: one gradient for each marked input."""
     floats = [(r, c) for r, c in zip(first.raw, cotangents, strict=True) if _tree.is_differentiable(r)]
-    given = [torch.zeros_like(r) if c is None else c for r, c in floats]  # None: the loss does not use this output
     jacobians = [*((j, 0) for j in first.over_consts), *((j, 1) for j in first.over_xs)]
     wanted = compress(inputs, wrt)
-    grads = [contract(given, j, like, dim) for (j, dim), like in zip(jacobians, wanted, strict=True)]
+    grads = [contract(floats, j, like, dim) for (j, dim), like in zip(jacobians, wanted, strict=True)]
     return put([None] * len(inputs), wrt, grads)
 
 

@@ -18,8 +18,9 @@ T = TypeVar("T")
 PROBE = torch.zeros(0, requires_grad=True, device="cpu")
 ENGINE = torch.autograd.Variable._execution_engine
 Mask = tuple[bool, ...]
-# cotangents, and whether this is the last call -> gradients, None where the outputs do not depend on a primal
-Pullback: TypeAlias = "Callable[[Sequence[Tensor], bool], Sequence[Tensor | None]]"
+# cotangents, or None, and whether this is the last call -> gradients, None where no output with a cotangent depends on
+# the primal
+Pullback: TypeAlias = "Callable[[Sequence[Tensor | None], bool], Sequence[Tensor | None]]"
 
 
 def linearise(
@@ -34,16 +35,44 @@ def linearise(
     """
     if torch.compiler.is_dynamo_compiling():  # of the two, the one that dynamo can follow
         outputs, pullback, aux = cast(Any, torch.func.vjp(fn, *primals, has_aux=True))
-        return outputs, lambda c, last: pullback(tuple(c)), aux
+        return outputs, lambda c, last: pullback(tuple(zeros_for_none(c, outputs))), aux
     if torch.is_grad_enabled() or active_levels() > 0 or torch.is_inference_mode_enabled():
-        outputs, pullback, aux = cast(Any, torch.func.vjp(fn, *primals, has_aux=True))
-        # retain_graph is an argument of torch's pullback that its documentation does not list, and saves the memory of
-        # the graph as the backward walks it; tests/test_private_torch.py says so if it goes
-        return outputs, lambda c, last: pullback(tuple(c), retain_graph=not last or torch.is_grad_enabled()), aux
+        return _linearised_in_functorch(fn, primals)
     leaves = [p.detach().requires_grad_() for p in primals]
     with torch.enable_grad():
         outputs, aux = fn(*leaves)
     return outputs, PlainPullback(outputs, leaves), [t.detach() for t in aux]
+
+
+def _linearised_in_functorch(
+    fn: Callable[..., tuple[tuple[Tensor, ...], Tensors]], primals: Sequence[Tensor]
+) -> tuple[tuple[Tensor, ...], Pullback, Tensors]:
+    """`torch.func.vjp`, but for its pullback, which makes zeros of None and keeps the graph to the end."""
+    inside: list[Sequence[Tensor]] = []
+
+    def recorded(*inner: Tensor) -> tuple[tuple[Tensor, ...], Tensors]:
+        outputs, aux = fn(*inner)
+        inside.extend((inner, outputs))
+        return outputs, aux
+
+    outputs, _, aux = cast(Any, torch.func.vjp(recorded, *primals, has_aux=True))
+
+    def pullback(cotangents: Sequence[Tensor | None], last: bool) -> Sequence[Tensor | None]:
+        inner, outs = inside
+        needed = [o.requires_grad and c is not None for o, c in zip(outs, cotangents, strict=True)]
+        if not any(needed):
+            return [None] * len(inner)
+        again = torch.is_grad_enabled()
+        return torch.autograd.grad(
+            list(compress(outs, needed)),
+            inner,
+            list(compress(cotangents, needed)),
+            retain_graph=again or not last,
+            create_graph=again,
+            allow_unused=True,
+        )
+
+    return outputs, pullback, aux
 
 
 def records() -> bool:
@@ -65,12 +94,12 @@ class PlainPullback:
         """The same for some of the leaves, from cotangents of some of the outputs."""
         return PlainPullback(list(compress(self.outputs, given)), list(compress(self.leaves, wanted)))
 
-    def __call__(self, cotangents: Sequence[Tensor], last: bool) -> Sequence[Tensor | None]:
+    def __call__(self, cotangents: Sequence[Tensor | None], last: bool) -> Sequence[Tensor | None]:
         return gradients(self.outputs, self.leaves, cotangents, last)
 
 
 def gradients(
-    outputs: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Sequence[Tensor], last: bool = True
+    outputs: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Sequence[Tensor | None], last: bool = True
 ) -> Sequence[Tensor | None]:
     """`torch.autograd.grad` for outputs that need not depend on any leaf; it may walk the graph again if not `last`.
 
@@ -78,7 +107,7 @@ def gradients(
     engine compares them as well. They take 14 of 31 us of a tiny chunk, and import sympy. Private, but for years the
     same; tests/test_private_torch.py says so if it goes.
     """
-    recorded = [o.requires_grad for o in outputs]
+    recorded = [o.requires_grad and c is not None for o, c in zip(outputs, cotangents, strict=True)]
     if not all(recorded):
         outputs, cotangents = list(compress(outputs, recorded)), list(compress(cotangents, recorded))
     if not outputs:

@@ -8,9 +8,10 @@ the memory of one chunk. Only the inputs are kept between a pass and the next.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,7 @@ from pure_loopgrad._eager import eager
 from pure_loopgrad._forward_mode import SingleLevelFunction, apply_at_one_level, below_one_level, join, part
 from pure_loopgrad._levels import innermost_in_forward_mode
 from pure_loopgrad._linearise import Mask, put, records
+from pure_loopgrad._missing import Missing
 from pure_loopgrad._stream import Stream, stream
 from pure_loopgrad._user import Tensors
 
@@ -83,7 +85,11 @@ class _LoopFunction(torch.autograd.Function):
         tensors = ctx.saved_tensors  # read once: what unpacks them may copy, or allow no more, as torch's checkpoint
         needs = zip(ctx.needs_input_grad[1:], tensors, strict=True)
         wrt = tuple(need and _tree.is_differentiable(t) for need, t in needs)
-        return (None, *pull_back_loop(ctx.loop, tensors, wrt, cotangents))
+        # a compiled chunk does not say what leads nowhere, but a step does
+        says = ctx.loop.trace.compile is False or hasattr(ctx.loop.body, "pull_back")
+        missing = Missing(None if says else set())
+        grads = pull_back_loop(ctx.loop, tensors, wrt, cotangents, missing)
+        return (None, *missing.left_out(tensors, wrt, grads))
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -91,8 +97,8 @@ class _LoopFunction(torch.autograd.Function):
         nothing: list[Tensor | None] = [None] * len(ctx.differentiable)
         if not any(wrt) or not any(ctx.differentiable):
             return tuple(nothing)
-        given = [t for t in tangents if t is not None]
-        outs = _derive(JvpBody, ctx.loop, ctx.saved_tensors, wrt, ctx.differentiable, given)
+        given, n_shared = [t for t in tangents if t is not None], sum(wrt[: ctx.loop.n_consts])
+        outs = _derive(JvpBody, ctx.loop, ctx.saved_tensors, wrt, ctx.differentiable, given, n_shared)
         return tuple(put(nothing, ctx.differentiable, outs))
 
     @staticmethod
@@ -121,24 +127,34 @@ class _GradFunction(SingleLevelFunction):  # type: ignore[misc]  # of type Any
     backward = _LoopFunction.backward
 
 
-def pull_back_loop(loop: Loop, inputs: Tensors, wrt: Mask, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The vjp of a loop, as a loop: one gradient for each input, None for those not in `wrt`."""
+def pull_back_loop(
+    loop: Loop, inputs: Tensors, wrt: Mask, cotangents: Sequence[Tensor | None], missing: Missing | None = None
+) -> list[Tensor | None]:
+    """The vjp of a loop, as a loop: one gradient for each input, None for those not in `wrt`. Notes the `missing` ones,
+    which are zeros here.
+    """
     given = tuple(c is not None for c in cotangents)
+    nothing: list[Tensor | None] = [None] * len(inputs)
     if not any(wrt) or not any(given):
-        return [None] * len(inputs)
-    return put(
-        [None] * len(inputs), wrt, _derive(VjpBody, loop, inputs, wrt, given, [c for c in cotangents if c is not None])
-    )
+        return nothing
+    kind = partial(VjpBody, missing=missing or Missing())
+    extra, n_shared = [c for c in cotangents if c is not None], sum(given[: loop.body.n_sums])
+    return put(nothing, wrt, _derive(kind, loop, inputs, wrt, given, extra, n_shared))
 
 
 @eager
 def _derive(
-    kind: type[VjpBody] | type[JvpBody], loop: Loop, inputs: Tensors, wrt: Mask, outs: Mask, extra: Tensors
+    kind: Callable[..., VjpBody | JvpBody],
+    loop: Loop,
+    inputs: Tensors,
+    wrt: Mask,
+    outs: Mask,
+    extra: Tensors,
+    n_shared: int,
 ) -> tuple[Tensor, ...]:
     """Runs the derived loop; `extra` are the cotangents of `outs` for a vjp, the tangents of `wrt` for a jvp."""
     nc, ns = loop.n_consts, loop.body.n_sums
     body = kind(loop.body, nc, len(inputs) - nc, wrt, outs[:ns], outs[ns:])
-    n_shared = sum(outs[:ns]) if kind is VjpBody else sum(wrt[:nc])
     sums, stacks = _with_more(replace(loop, first_pass=False), body, inputs, extra, n_shared)
     return (*sums, *stacks)
 

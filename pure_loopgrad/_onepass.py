@@ -91,14 +91,15 @@ class OnePassBody:
         return Labels(base.consts, base.xs, [*base.sums, *grads[:n]], grads[n:])
 
     def _rows(self, pullback: Pullback, sums: Sequence[Tensor]) -> Iterator[Sequence[Tensor | None]]:
-        """One pullback for each number, from a cotangent of one there and zero elsewhere."""
+        """One pullback for each number, from a cotangent of one there, zero beside it, and none of other outputs."""
         if self.n_numbers == 1:
             yield pullback([torch.ones_like(s) for s in sums], True)
             return
-        for k, row in enumerate(torch.eye(self.n_numbers, device=sums[0].device)):
-            parts = row.split([s.numel() for s in sums])
-            cotangents = [p.reshape(s.shape).to(s.dtype) for p, s in zip(parts, sums, strict=True)]
-            yield pullback(cotangents, k == self.n_numbers - 1)
+        left = self.n_numbers
+        for i, s in enumerate(sums):
+            for row in torch.eye(s.numel(), dtype=s.dtype, device=s.device):
+                left -= 1
+                yield pullback([row.reshape(s.shape) if k == i else None for k in range(len(sums))], left == 0)
 
 
 def _stack(rows: Sequence[Tensor], dim: int) -> Tensor:
@@ -107,9 +108,18 @@ def _stack(rows: Sequence[Tensor], dim: int) -> Tensor:
     return rows[0].unsqueeze(dim) if len(rows) == 1 else torch.stack(rows, dim)
 
 
-def contract(cotangents: Sequence[Tensor], jacobian: Tensor, like: Tensor, dim: int) -> Tensor:
-    """sum_k dloss/dz_k dz_k/dlike, for a jacobian with its K rows along `dim`."""
-    row = torch.cat([c.reshape(-1) for c in cotangents]).to(jacobian.dtype)
+def contract(outputs: Sequence[tuple[Tensor, Tensor | None]], jacobian: Tensor, like: Tensor, dim: int) -> Tensor:
+    """sum_k dloss/dz_k dz_k/dlike, for a jacobian with its K rows along `dim`. Each output comes with its cotangent, or
+    with None where the loss does not use it: such rows are left out, as zero times what is not finite is no zero.
+    """
+    used = [c for _, c in outputs if c is not None]
+    if not used:
+        return torch.zeros_like(like)
+    if len(used) < len(outputs):
+        uses = [c is not None for z, c in outputs for _ in range(z.numel())]
+        rows = torch.tensor([k for k, used in enumerate(uses) if used], device=jacobian.device)
+        jacobian = jacobian.index_select(dim, rows)
+    row = torch.cat([c.reshape(-1) for c in used]).to(jacobian.dtype)
     if jacobian.is_sparse:  # of an embedding with sparse=True: a tensordot would make it dense, if it could
         terms = [jacobian.select(dim, k) * c for k, c in enumerate(row)]
         total: Tensor = functools.reduce(torch.add, terms)

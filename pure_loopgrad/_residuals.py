@@ -15,7 +15,7 @@ from torch import Tensor
 from pure_loopgrad._body import ChunkBody
 from pure_loopgrad._counting import LiveBytes
 from pure_loopgrad._derived import VjpBody
-from pure_loopgrad._linearise import Mask, PlainPullback, linearise, put, zeros_for_none
+from pure_loopgrad._linearise import Mask, PlainPullback, linearise, put
 from pure_loopgrad._onepass import OnePassBody
 from pure_loopgrad._user import Tensors
 
@@ -70,5 +70,5 @@ class Residuals:
         """`body(consts, xs)` from what is kept."""
         wanted = tuple(compress(body.wrt, self.wrt))
         graph = self.graphs.pop(chunk).part(wanted, (*body.sums, *body.stacks))
-        grads = zeros_for_none(graph(body.cotangents(consts, xs), True), graph.leaves)
-        return body.parted(grads)
+        grads = graph(body.cotangents(consts, xs), True)
+        return body.parted(body.filled(grads, body.inputs(consts, xs)))

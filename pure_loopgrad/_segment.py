@@ -23,14 +23,14 @@ from pure_loopgrad._body import Labels
 from pure_loopgrad._compile import run_compiled
 from pure_loopgrad._effects import recomputing
 from pure_loopgrad._levels import active_levels, is_recorded
-from pure_loopgrad._linearise import Mask, linearise, put, zeros_for_none
+from pure_loopgrad._linearise import Mask, linearise, put
 from pure_loopgrad._loop import Loop
 from pure_loopgrad._nonfinite import check_derivative
 from pure_loopgrad._offload import Offload, Store, opened
 from pure_loopgrad._rng import State
 from pure_loopgrad._schedule import Part, Plan, enough_carries, spine
 from pure_loopgrad._shapes import Outline
-from pure_loopgrad._user import Tensors, UserBody
+from pure_loopgrad._user import Tensors, Terms, UserBody
 
 DEEPEST = 12  # parts recorded inside each other, at most: each costs some twenty frames of Python's stack
 
@@ -139,10 +139,11 @@ class Segment:
         outs = self._run_step(0, *self._split(consts))
         return [*outs[: self.n_carry], *(y.unsqueeze(0) for y in outs[self.n_carry :])]
 
-    def pull_back(self, inputs: Tensors, wrt: Mask, outs: Mask, cotangents: Tensors) -> list[Tensor]:
+    def pull_back(self, inputs: Tensors, wrt: Mask, outs: Mask, cotangents: Tensors) -> list[Tensor | None]:
         """Walks the steps backward, the last one first, from the carries that the plan keeps."""
         params, carry, xs = self._split(inputs)
-        backward = _Backward(self, params, xs, wrt, put([None] * len(outs), outs, cotangents), carry)
+        floats = tuple(map(_tree.is_differentiable, carry))
+        backward = _Backward(self, params, xs, wrt, put([None] * len(outs), outs, cotangents), floats)
         with opened(self.offload) as store:
             stack = [Kept(0, self.length, self.plan, store.put(carry), self._rng())]
             while stack:
@@ -182,16 +183,12 @@ class _Backward:
         xs: Tensors,
         wrt: Mask,
         cotangents: list[Tensor | None],
-        first_carry: Tensors,
+        floats: Mask,
     ) -> None:
-        self.segment, self.params, self.xs = segment, params, xs
+        self.segment, self.params, self.xs, self.floats = segment, params, xs, floats
         n, nc = segment.n_params, segment.n_carry
         self.wrt_params, self.wrt_carry, self.wrt_xs = wrt[:n], wrt[n : n + nc], wrt[n + nc :]
-        floats = [_tree.is_differentiable(c) for c in first_carry]
-        self.floats = tuple(floats)
-        zero = [c.new_zeros(c.shape) if f else None for c, f in zip(first_carry, floats, strict=True)]
-        self.dcarry = [z if d is None else d for z, d in zip(zero, cotangents[:nc], strict=True)]
-        self.dys = cotangents[nc:]
+        self.dcarry, self.dys = cotangents[:nc], cotangents[nc:]  # None where nothing leads to it, not zeros
         in_place = active_levels() == 0
         self.dparams = [Sum(in_place=in_place) for w in self.wrt_params if w]
         self.dxs = [Stack(segment.length, in_place=in_place) for w in self.wrt_xs if w]
@@ -203,8 +200,9 @@ class _Backward:
         mask = (*self.wrt_params, *self.floats, *self.wrt_xs)
         given = [*self.dcarry, *(None if d is None else d.select(0, at) for d in self.dys)]
         wanted = tuple(d is not None for d in given)
-
         if not any(mask) or not any(wanted):
+            for stack in self.dxs:
+                stack.gaps.append(range(at, at + 1))
             return
         segment.step.trace.iterations = range(segment.start + i, segment.start + i + 1)
         cotangents = [d for d in given if d is not None]
@@ -214,28 +212,33 @@ class _Backward:
             self._check_finite(mask, every, inputs, given)
         grads = iter(every)
         for total in self.dparams:
-            total.add(next(grads))
+            if (g := next(grads)) is not None:
+                total.add(g)
         self.dcarry = [next(grads) if f else None for f in self.floats]
         for stack in self.dxs:
-            stack.add(range(at, at + 1), next(grads).unsqueeze(0))
+            if (g := next(grads)) is None:
+                stack.gaps.append(range(at, at + 1))
+            else:
+                stack.add(range(at, at + 1), g.unsqueeze(0))
         if segment.step.trace.progress is not None:
             segment.step.trace.progress(segment.step.trace.n - segment.start - i, segment.step.trace.n, "vjp")
 
-    def _check_finite(self, mask: Mask, grads: list[Tensor], inputs: Tensors, given: list[Tensor | None]) -> None:
+    def _check_finite(self, mask: Mask, grads: Terms, inputs: Tensors, given: Terms) -> None:
         step = self.segment.step
         paths, outputs = step.input_paths(), step.output_paths()
-        found = [(f"the gradient of {p}", g) for p, g in zip(compress(paths, mask), grads, strict=True)]
+        pairs = zip(compress(paths, mask), grads, strict=True)
+        found = [(f"the gradient of {p}", g) for p, g in pairs if g is not None]
         cotangents = {f"the cotangent of {p}": d for p, d in zip(outputs, given, strict=True) if d is not None}
         known = {**dict(zip(paths, inputs, strict=True)), **cotangents}
         check_derivative(step.trace.iterations, "backward", found, None, known)
 
-    def gradients(self) -> list[Tensor]:
-        """One for each marked input."""
-        carry = [d for d, w in zip(self.dcarry, self.wrt_carry, strict=True) if w and d is not None]
-        return [*(t.value() for t in self.dparams), *carry, *(s.value() for s in self.dxs)]
+    def gradients(self) -> list[Tensor | None]:
+        """One for each marked input; None where nothing leads to it."""
+        params = [None if t.total is None else t.value() for t in self.dparams]
+        return [*params, *compress(self.dcarry, self.wrt_carry), *(s.value() if s.started else None for s in self.dxs)]
 
 
-def _pull_back_step(step: UserBody, inputs: Tensors, mask: Mask, wanted: Mask, cotangents: Tensors) -> list[Tensor]:
+def _pull_back_step(step: UserBody, inputs: Tensors, mask: Mask, wanted: Mask, cotangents: Tensors) -> Terms:
     """The gradients of a step's marked inputs from the cotangents of its wanted outputs."""
 
     def outputs(*primals: Tensor) -> tuple[tuple[Tensor, ...], tuple[()]]:
@@ -243,7 +246,7 @@ def _pull_back_step(step: UserBody, inputs: Tensors, mask: Mask, wanted: Mask, c
 
     primals = list(compress(inputs, mask))
     _, pullback, _ = linearise(outputs, primals)
-    return zeros_for_none(pullback(cotangents, True), primals)
+    return pullback(cotangents, True)
 
 
 def _cat(parts: tuple[Tensor, ...], reverse: bool) -> Tensor:

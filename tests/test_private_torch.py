@@ -71,11 +71,19 @@ def test_a_tangent_known_to_be_zero():
     assert with_storage(zero).untyped_storage().nbytes() == 8
 
 
-def test_a_pullback_can_free_its_graph():
+def test_what_vjp_has_recorded_can_be_walked_by_autograd_afterwards():
+    """torch.func.vjp calls a function on wrapped tensors, whose graph is there as long as they are."""
+    inside = []
+
+    def fn(x, unused):
+        inside.extend((x, unused, x.exp()))
+        return inside[-1], ()
+
     x = torch.ones(3)
-    _, pullback = torch.func.vjp(torch.exp, x)
-    (g,) = pullback(x, retain_graph=False)
-    torch.testing.assert_close(g, x.exp())
+    torch.func.vjp(fn, x, x, has_aux=True)
+    dx, none = torch.autograd.grad(inside[2], inside[:2], x, retain_graph=False, create_graph=False, allow_unused=True)
+    assert none is None and not dx.requires_grad
+    torch.testing.assert_close(dx, x.exp())
 
 
 def test_the_engine_of_autograd():

@@ -72,3 +72,123 @@ def test_an_entry_of_xs_that_one_iteration_alone_uses(user):
 def assert_equal(body, params, xs):
     squares = lambda p, ys: ys.square().sum()
     assert_matches_full_graph(body, params, xs, squares, chunk_sizes=(1,), rtol=1e-10)
+
+
+def root_of_nothing(u):
+    """At zero, where its derivative is infinite, so that a cotangent of zero comes back as NaN."""
+    return u.sqrt()
+
+
+def steps(p, c, x):
+    return (c[0] * p * torch.tanh(x), root_of_nothing(c[1] * 0)), c[0]
+
+
+LOOPS_THAT_USE_W_ALONE = {
+    "map": lambda w, u: plg.map(lambda p, x: p[0] * x, (w, root_of_nothing(u)), XS),
+    "map over xs": lambda w, u: plg.map(lambda p, x: p * x[0], w, (XS, root_of_nothing(u).expand(N, 3))),
+    "sum of chunks": lambda w, u: plg.sum(lambda p, x: p[0] * x, (w, root_of_nothing(u)), XS, chunk_size=2),
+    "saved": lambda w, u: plg.map(lambda p, x: p[0] * x, (w, root_of_nothing(u)), XS, run=plg.Run(save="everything")),
+    "checkpoint": lambda w, u: plg.checkpoint(lambda a, b: (a * 2, b * 2))(w, root_of_nothing(u))[0],
+    "scan, all carries": lambda w, u: plg.scan(steps, w, (w, u), XS, checkpoints="all")[0][0],
+    "scan, few carries": lambda w, u: plg.scan(steps, w, (w, u), XS, checkpoints=2)[0][0],
+    "scan, its ys": lambda w, u: plg.scan(steps, w, (w, u), XS)[1],
+    "fori_loop": lambda w, u: plg.fori_loop(0, 5, lambda p, i, c: steps(p, c, XS[i])[0], w, (w, u))[0],
+}
+PLAIN_LOOPS = {
+    **dict.fromkeys(["map", "map over xs", "saved"], lambda w, u: torch.stack([w * x for x in XS])),
+    "sum of chunks": lambda w, u: torch.stack([w * x for x in XS]).sum(0),
+    "checkpoint": lambda w, u: w * 2,
+}
+
+
+def plain_scan(w, u, n=N):
+    carry, ys = (w, u), []
+    for x in XS[:n]:
+        carry, y = steps(w, carry, x)
+        ys.append(y)
+    return carry[0], torch.stack(ys)
+
+
+PLAIN_LOOPS |= {
+    **dict.fromkeys(["scan, all carries", "scan, few carries"], lambda w, u: plain_scan(w, u)[0]),
+    "scan, its ys": lambda w, u: plain_scan(w, u)[1],
+    "fori_loop": lambda w, u: plain_scan(w, u, 5)[0],
+}
+W, U = PARAMS["w"], torch.zeros(3, dtype=torch.float64)
+
+
+def second(loop):
+    def value(w, u):
+        return loop(w, u).square().sum()
+
+    return [
+        outer(torch.func.jacrev(value, argnums=(0, 1)), argnums=(0, 1))
+        for outer in (torch.func.jacrev, torch.func.jacfwd)
+    ]
+
+
+@pytest.mark.parametrize("name", LOOPS_THAT_USE_W_ALONE)
+def test_no_zero_goes_on_where_nothing_leads(name):
+    """As in the full graph, where what nothing leads to is not walked."""
+    found = []
+    for loop in (PLAIN_LOOPS[name], LOOPS_THAT_USE_W_ALONE[name]):
+        w, u = W.clone().requires_grad_(), U.clone().requires_grad_()
+        loop(w, u).square().sum().backward()
+        found.append([w.grad, torch.zeros_like(u) if u.grad is None else u.grad])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", LOOPS_THAT_USE_W_ALONE)
+def test_nor_in_a_second_derivative(name):
+    for ours, plain in zip(second(LOOPS_THAT_USE_W_ALONE[name]), second(PLAIN_LOOPS[name]), strict=True):
+        torch.testing.assert_close(ours(W, U), plain(W, U), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("plan", ["auto", "one_pass", "two_pass"])
+def test_a_summed_output_that_the_loss_does_not_use(plan):
+    def two(p, x):
+        return (p * x).sum(), root_of_nothing((p * x * 0).sum())
+
+    value, grad = plg.value_and_grad(two, lambda p, z: z[0] ** 2, reduce="sum", plan=plan)(W, XS)
+    w = W.clone().requires_grad_()
+    ref = sum((w * x).sum() for x in XS) ** 2
+    ref.backward()
+    torch.testing.assert_close((value, grad), (ref.detach(), w.grad), rtol=1e-12, atol=0)
+
+
+def test_a_step_that_forgets_its_carry_and_an_x_that_only_later_steps_use():
+    """From there back, nothing has a cotangent: the first entries of xs have a gradient of zero."""
+
+    def step(p, c, x):
+        return torch.where(x[0] > 0, 1.0, 2.0) * p * x if float(x.detach()[1]) > 3 else c * x * p, None
+
+    xs = XS.clone()
+    xs[4, 1] = 5.0
+    found = []
+    for scan in (plg.scan, plain_loop):
+        w, x = W.clone().requires_grad_(), xs.clone().requires_grad_()
+        scan(step, w, torch.ones_like(W), x)[0].sum().backward()
+        found.append([w.grad, x.grad])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=0)
+
+
+def plain_loop(step, w, c, xs):
+    for x in xs:
+        c, _ = step(w, c, x)
+    return c, None
+
+
+def test_steps_without_any_cotangent():
+    """A late step forgets its carry and x, and nothing before it counts."""
+
+    def step(p, c, x):
+        return p * (c * x if float(x.detach()[1]) < 3 else torch.ones_like(c)), None
+
+    xs = XS.clone()
+    xs[-2, 1] = 5.0
+    found = []
+    for scan in (plg.scan, plain_loop):
+        w, x = W.clone().requires_grad_(), xs.clone().requires_grad_()
+        scan(step, w, torch.ones_like(W), x)[0].sum().backward()
+        found.append([w.grad, x.grad])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=0)
