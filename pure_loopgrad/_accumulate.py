@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pure_loopgrad._body import accumulation_dtype
-from pure_loopgrad._shapes import is_fake
+from pure_loopgrad._shapes import address, is_fake
 from pure_loopgrad._user import Tensors, Terms
 
 
@@ -63,11 +63,14 @@ class Outputs:
         """The sums so far, rounded to the dtype of their terms."""
         return [s.value() for s in self.sums]
 
-    def finish(self, inputs: Tensors) -> tuple[list[Tensor], list[Tensor]]:
-        """The results, none of which shares memory with an input or with another result."""
+    def finish(self, inputs: Tensors, foreign: Iterable[int] = ()) -> tuple[list[Tensor], list[Tensor]]:
+        """The results, none of which shares memory with an input, with what is at a `foreign` address, or with another
+        result.
+        """
         for stack in self.stacks:
             stack.gaps.extend(self.left_out)
-        results = own([*(s.value() for s in self.sums), *(s.value() for s in self.stacks)], inputs)
+        taken = {*map(address, inputs), *foreign}
+        results = own([*(s.value() for s in self.sums), *(s.value() for s in self.stacks)], taken)
         return results[: len(self.sums)], results[len(self.sums) :]
 
 
@@ -153,17 +156,16 @@ class Stack:
         return self.buffer
 
 
-def own(tensors: Sequence[Tensor], inputs: Tensors) -> list[Tensor]:
-    """Copies each tensor that shares storage with an input or with one before it, or whose entries share memory, or
-    which is a part of something larger.
+def own(tensors: Sequence[Tensor], taken: set[int]) -> list[Tensor]:
+    """Copies each tensor whose storage is at a `taken` address or that of one before it, or whose entries share memory,
+    or which is a part of something larger.
 
     An autograd.Function must not return such a tensor, forward mode writes into what it gets, and a caller who changes
     one in place expects no other to move.
     """
-    taken = {_address(t) for t in inputs}
     result = []
     for t in tensors:
-        pointer = _address(t)
+        pointer = address(t)
         shared = pointer in taken and pointer != 0
         result.append(t.clone() if shared or _is_expanded(t) else _whole(t))
         taken.add(pointer)
@@ -182,10 +184,6 @@ def _whole(t: Tensor) -> Tensor:
 def same_memory(t: Tensor) -> Tensor:
     """Another tensor with the same data, and no view of it for autograd."""
     return t.new_empty(0).set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride())
-
-
-def _address(t: Tensor) -> int:
-    return 0 if is_fake(t) or t.layout is not torch.strided else t.untyped_storage().data_ptr()
 
 
 def _is_expanded(t: Tensor) -> bool:

@@ -60,6 +60,11 @@ class Watch(TorchFunctionMode):
         self.given = ()  # the callbacks of `known` refer back to here, and such a ring lives until it is collected
         self.known.clear()
 
+    def strangers(self, outputs: Iterable[Any]) -> Iterator[Tensor]:
+        """The constants that were read, and those of the outputs that were neither given nor made inside."""
+        yield from (t for ref, _ in self.constants if (t := ref()) is not None)
+        yield from (t for t in outputs if isinstance(t, Tensor) and not self._is_known(t))
+
     def _meet(self, t: Tensor, func: Callable[..., Any]) -> None:
         if not (is_wrapped(t) or (t.requires_grad and torch.is_grad_enabled())):
             self.constants.append((weakref.ref(t), version_of(t)))

@@ -178,4 +178,4 @@ def _run(loop: Loop, consts: Tensors, xs: Tensors) -> tuple[list[Tensor], list[T
     outputs = Outputs(loop.n)
     with nullcontext() if records() else torch.inference_mode():
         stream(loop, consts, xs, outputs)
-        return outputs.finish((*consts, *xs))
+        return outputs.finish((*consts, *xs), loop.trace.foreign)

@@ -71,3 +71,8 @@ def run_on_fakes(body: Callable[..., Any], shared: Sequence[Tensor], xs: Sequenc
             f"the loop has no iterations (xs: {seen}), and the shapes of its outputs could not be found without data: "
             f"the body raised {type(error).__name__}: {error}. Handle n = 0 before the call"
         ) from error
+
+
+def address(t: Tensor) -> int:
+    """Where the tensor's data begin; 0 where there are none, or not in one place."""
+    return 0 if is_fake(t) or t.layout is not torch.strided else t.untyped_storage().data_ptr()

@@ -44,6 +44,7 @@ class Trace:
     iterations: range = range(0)  # the chunk that runs now
     watching: bool = False  # whether every iteration of the first pass is watched, as the body leads to what needs it
     comparing: bool = False  # whether the operations that run now are ours, on what the body has returned
+    foreign: set[int] = field(default_factory=set)  # where the constants are that the body may return; see `own`
     sight: FirstSight = field(default_factory=FirstSight)
     effects: Effects = field(default_factory=Effects)
 

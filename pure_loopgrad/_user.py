@@ -19,7 +19,7 @@ from pure_loopgrad._effects import recomputing, repeating, where
 from pure_loopgrad._nonfinite import check_outputs
 from pure_loopgrad._purity import REMEDY
 from pure_loopgrad._rng import moved
-from pure_loopgrad._shapes import Meta
+from pure_loopgrad._shapes import Meta, address
 from pure_loopgrad._trace import Trace
 from pure_loopgrad.errors import ImpureBodyError, LoopGradError, add_note
 
@@ -143,8 +143,11 @@ class UserBody:
             trace.watching = needs_watch(self.fn, {*map(id, trace.sources.given), *trace.constants.plain})
         with Watch(self.fn, tensors, trace.sources.given) as watch:
             out = self._call(tensors)
-            refuse_captured(watch, tensors, _tree.split(out)[0])
+            leaves = _tree.split(out)[0]
+            refuse_captured(watch, tensors, leaves)
+            strangers = list(watch.strangers(leaves))  # while the watch knows what was made
         if trace.checking:
+            trace.foreign.update(address(torch.func.debug_unwrap(t)) for t in strangers)
             trace.sight.note_captured(watch)
         return out
 

@@ -98,6 +98,57 @@ def test_a_constant_that_the_body_returns_is_not_added_into():
     assert torch.equal(constant, torch.ones(3))
 
 
+@pytest.mark.parametrize("view", [lambda c: c, lambda c: c[1:], lambda c: c.detach(), torch.Tensor.t, lambda c: c.real])
+def test_a_constant_that_the_body_returns_stays_what_it_is(view):
+    """It neither moves with an output nor starts to require grad."""
+    constant, W0 = torch.ones(3), W.clone().requires_grad_()
+    body = lambda p, x: (tanh(p, x), view(constant))
+    loops = [
+        *(lambda n=n, loop=loop: loop(body, W0, XS[:n])[1] for n in (1, 7) for loop in (plg.map, plg.sum, plg.mean)),
+        lambda: plg.checkpoint(lambda p: body(p, XS[0]))(W0)[1],
+        lambda: plg.scan(lambda p, c, x: (tanh(p, x), view(constant)), W0, torch.ones(D).to(W), XS[:1])[1],
+    ]
+    for loop in loops:
+        out = loop()
+        assert not constant.requires_grad
+        with torch.no_grad():
+            out.add_(1)
+        assert torch.equal(constant, torch.ones(3))
+
+
+def test_what_the_body_makes_is_not_copied_on_its_way_out():
+    made = []
+
+    def body(p, x):
+        made.append(p * x)
+        return made[-1]
+
+    for loop in (lambda: plg.map(body, W, XS[:1]), lambda: plg.checkpoint(body)(W, XS[0])):
+        out = loop()
+        assert out.untyped_storage().data_ptr() == made[-1].untyped_storage().data_ptr()
+
+
+def test_a_constant_that_becomes_the_carry():
+    """Each part of the scan returns it, and the next one is given it."""
+    constant, W0 = torch.ones(D).to(W), W.clone().requires_grad_()
+    step = lambda p, c, x: (constant, tanh(p, x) * c)
+    grads = []
+    for scan in (plg.scan, plain_scan):
+        last, ys = scan(step, W0, torch.zeros(D).to(W), XS)
+        assert torch.equal(last, constant)
+        grads += torch.autograd.grad(ys.square().sum(), W0)
+        assert not constant.requires_grad
+    assert_close(*grads)
+
+
+def plain_scan(step, p, carry, xs):
+    ys = []
+    for x in xs:
+        carry, y = step(p, carry, x)
+        ys.append(y)
+    return carry, torch.stack(ys)
+
+
 def test_a_body_that_writes_into_its_input_is_refused():
     body = lambda p, x: x.mul_(p)
     with pytest.raises(plg.errors.ImpureBodyError, match=r"changed an input in place \(shape \(7, 3\).*x\.clone"):

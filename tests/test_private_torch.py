@@ -82,7 +82,8 @@ def test_what_vjp_has_recorded_can_be_walked_by_autograd_afterwards():
     x = torch.ones(3)
     torch.func.vjp(fn, x, x, has_aux=True)
     dx, none = torch.autograd.grad(inside[2], inside[:2], x, retain_graph=False, create_graph=False, allow_unused=True)
-    assert none is None and not dx.requires_grad
+    assert none is None
+    assert not dx.requires_grad
     torch.testing.assert_close(dx, x.exp())
 
 
