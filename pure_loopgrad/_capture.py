@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from pure_loopgrad import _tree
 from pure_loopgrad._levels import active_levels, is_wrapped, layers, level_of, needs_gradient
+from pure_loopgrad._memo import Kept, Sources, sources_of
 from pure_loopgrad._names import find_name, reachable
 from pure_loopgrad.errors import CapturedTensorError, ImpureBodyError
 
@@ -39,18 +40,25 @@ class Watch(TorchFunctionMode):
         self.known: dict[int, weakref.ref[Tensor]] = {}  # by id, for as long as the tensor lives
         self.seen: list[Tensor] = []  # strangers that need a gradient
         self.constants: list[tuple[weakref.ref[Tensor], int]] = []  # the others, with their versions at first sight
+        self.sources: dict[int, Sources] = {}  # by id, of what was computed from what was given
         self._learn(given)
+        for i, t in enumerate(given):
+            self._trace_back([t], 1 << i)
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():  # else dynamo would trace what follows, fail, and never compile the body
             return func(*args, **kwargs)
         self._refuse_foreign_generator(kwargs.get("generator"))
-        for t in _tensors((args, kwargs)):
+        arguments = list(_tree.tensors_in((args, kwargs)))
+        for t in arguments:
             if not self._is_known(t):
                 self._meet(t, func)
         out = func(*args, **kwargs)
-        self._learn(_tensors(out))
+        results = list(_tree.tensors_in(out))
+        self._learn(results)
+        changed = arguments[:1] if func.__name__ == "__setitem__" else results
+        self._trace_back(changed, sources_of(func, arguments, self.sources))
         for t in _written(func, args, kwargs):
             self._note_written(t)
         return out
@@ -64,6 +72,17 @@ class Watch(TorchFunctionMode):
         """The constants that were read, and those of the outputs that were neither given nor made inside."""
         yield from (t for ref, _ in self.constants if (t := ref()) is not None)
         yield from (t for t in outputs if isinstance(t, Tensor) and not self._is_known(t))
+
+    def kept(self, outputs: Sequence[Any]) -> Kept:
+        """What lives of that which the body has computed from what it was given."""
+        here, own = {id(t) for t in outputs}, {id(t) for t in self.given}
+        found = [(key, (self.known[key], s)) for key, s in self.sources.items() if key not in own]
+        return Kept([pair for key, pair in found if key not in here], [pair for key, pair in found if key in here])
+
+    def _trace_back(self, tensors: Iterable[Tensor], sources: Sources) -> None:
+        for t in tensors if sources else ():
+            if _tree.is_differentiable(t):
+                self.sources[id(t)] = self.sources.get(id(t), 0) | sources
 
     def _meet(self, t: Tensor, func: Callable[..., Any]) -> None:
         if not (is_wrapped(t) or (t.requires_grad and torch.is_grad_enabled())):
@@ -98,6 +117,7 @@ class Watch(TorchFunctionMode):
 
     def _forget(self, key: int, _: weakref.ref[Tensor]) -> None:
         self.known.pop(key, None)
+        self.sources.pop(key, None)
 
     def _is_known(self, t: Tensor) -> bool:
         """Whether the tensor, or what a transform inside the body wrapped, was given or made inside."""
@@ -164,18 +184,6 @@ def captured_error(body: Callable[..., Any], what: str, tensors: Sequence[Tensor
         f"Pass it in params (for a module: plg.from_module), or .detach() it outside of the {what} if it is a "
         f"constant. plg.run(check='off') turns this check off"
     )
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors among a torch function's arguments, which are nested in plain containers only."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for v in value:
-            yield from _tensors(v)
-    elif isinstance(value, dict):
-        for v in value.values():
-            yield from _tensors(v)
 
 
 def _written(func: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pure_loopgrad import _tree
 from pure_loopgrad._capture import Watch, version_of
+from pure_loopgrad._memo import Kept
 from pure_loopgrad._names import find_name
 from pure_loopgrad._rng import GLOBALS
 from pure_loopgrad._shapes import is_fake
@@ -85,6 +86,7 @@ class FirstSight:
     """What the first pass of a call saw in the iterations that are checked."""
 
     digests: dict[int, list[Digest]] = field(default_factory=dict)
+    kept: dict[int, Kept] = field(default_factory=dict)
     captured: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)  # with their versions
 
     def differing(self, iteration: int, outputs: Sequence[Tensor]) -> tuple[int, Digest, Digest] | None:

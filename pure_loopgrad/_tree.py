@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Protocol, TypeAlias, cast
@@ -242,3 +242,15 @@ def _register_mapping(cls: type) -> None:
         return obj
 
     optree.register_pytree_node(cls, take_apart, put_together, path_entry_type=optree.MappingEntry, namespace=NAMESPACE)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors among a torch function's arguments, which are nested in plain containers only."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for v in value:
+            yield from tensors_in(v)
+    elif isinstance(value, dict):
+        for v in value.values():
+            yield from tensors_in(v)

@@ -137,7 +137,8 @@ class UserBody:
         trace = self.trace
         if repeating():
             trace.sight.refuse_changed_constants(self.fn)
-        if repeating() or not trace.grad_mode:
+            return self._repeated(tensors)
+        if not trace.grad_mode:
             return self._call(tensors)
         if trace.outputs is None:
             trace.watching = needs_watch(self.fn, {*map(id, trace.sources.given), *trace.constants.plain})
@@ -145,10 +146,21 @@ class UserBody:
             out = self._call(tensors)
             leaves = _tree.split(out)[0]
             refuse_captured(watch, tensors, leaves)
-            strangers = list(watch.strangers(leaves))  # while the watch knows what was made
+            # while the watch knows what was made
+            strangers, kept = list(watch.strangers(leaves)), watch.kept(leaves)
         if trace.checking:
+            trace.sight.kept[trace.iterations.start] = kept
             trace.foreign.update(address(torch.func.debug_unwrap(t)) for t in strangers)
             trace.sight.note_captured(watch)
+        return out
+
+    def _repeated(self, tensors: Tensors) -> Any:
+        kept = self.trace.sight.kept.get(self.trace.iterations.start)
+        if kept is None:
+            return self._call(tensors)
+        with kept.refused(self.fn, tensors):
+            out = self._call(tensors)
+        kept.refuse_returned(self.fn, tensors, _tree.split(out)[0])
         return out
 
     def _call(self, tensors: Tensors) -> Any:
