@@ -234,6 +234,7 @@ def _flat(tensors: Sequence[Tensor], failed: bool) -> Tensor:
 
 def _as_reals(t: Tensor) -> Tensor:
     """One or two real numbers an entry, whose sums over ranks are exact for integers: halves of 32 bits in float64."""
+    t = t.to_dense() if t.is_sparse else t  # each rank has entries at other places
     if t.is_complex():
         return torch.view_as_real(t.resolve_conj()).reshape(-1)
     if t.is_floating_point():

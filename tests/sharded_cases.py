@@ -132,6 +132,26 @@ def one_pass(rank, sizes):
     return out
 
 
+TOKENS = torch.tensor([[0, 1], [1, 1], [3, 2], [2, 0], [4, 4]])
+TABLE = torch.arange(15.0, dtype=torch.float64).reshape(5, 3) / 7
+
+
+def embedded(table, tokens, sparse=True):
+    return torch.tanh(F.embedding(tokens, table, sparse=sparse)).sum(0)
+
+
+def sparse_gradients(rank, sizes):
+    tokens = TOKENS[own(sizes, rank)]
+    out = {}
+    for reduce in ("stack", "sum"):
+        f = distributed.value_and_grad(embedded, lambda p, ys: ys.square().sum(), reduce=reduce)
+        table = TABLE.clone().requires_grad_()
+        looped = distributed.map if reduce == "stack" else distributed.sum
+        looped(embedded, table, tokens).square().sum().backward()
+        out[reduce] = f(TABLE, tokens)[1], table.grad
+    return out
+
+
 @contextmanager
 def counted():
     """Counts the collectives by name."""

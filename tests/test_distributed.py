@@ -95,6 +95,18 @@ def test_one_pass_takes_one_collective():
                 assert results[reduce, "calls"] == {"all_reduce": 1}
 
 
+@pytest.mark.parametrize("sizes", [[3, 2], [5, 0]])
+def test_sparse_gradients_of_an_embedding(sizes):
+    """Added up over ranks they are dense."""
+    for results in run(2, cases.sparse_gradients, sizes):
+        for reduce, grads in results.items():
+            table = cases.TABLE.clone().requires_grad_()
+            ys = torch.stack([cases.embedded(table, x, sparse=False) for x in cases.TOKENS])
+            (ys if reduce == "stack" else ys.sum(0)).square().sum().backward()
+            for grad in grads:
+                assert_close(grad.to_dense(), table.grad, rtol=1e-10)
+
+
 def test_ranks_draw_from_streams_of_their_own_which_replay():
     first, second = run(2, cases.streams, 2)
     ys = first[0]
