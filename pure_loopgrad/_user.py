@@ -175,6 +175,8 @@ class UserBody:
         given = "; ".join(f"{p} has {_tree.describe(t)}" for p, t in zip(self.input_paths(), tensors, strict=True))
         when = f"{'recomputed ' if recomputing() else ''}{where(self.trace)} of {self.trace.n}"
         add_note(error, f"raised by the body in {when}, where {given or 'nothing is given'}")
+        if "register a hook" in str(error):
+            add_note(error, "a first pass records no graph. Register the hook where h.requires_grad, in a later pass")
 
     def input_paths(self) -> list[str]:
         """The path of each tensor that the body is given."""

@@ -430,3 +430,25 @@ def test_importing_starts_no_thread():
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     before, after = done.stdout.split()
     assert after == before
+
+
+def test_hooks_on_what_the_body_computes():
+    """They work in the recomputation; a first pass has no graph for them, and says so."""
+    xs = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def hooked(p, x):
+        h = p * x
+        if h.requires_grad:
+            h.register_hook(lambda g: g * 2)
+        return h.tanh()
+
+    grads = []
+    for loop in (lambda p: plg.map(hooked, p, xs), lambda p: torch.stack([hooked(p, x) for x in xs])):
+        p = torch.ones(3, dtype=torch.float64, requires_grad=True)
+        loop(p).sum().backward()
+        grads.append(p.grad)
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=0)
+
+    with pytest.raises(RuntimeError, match="hook") as caught:
+        plg.map(lambda p, x: (p * x).register_hook(lambda g: g), p, xs)
+    assert "where h.requires_grad" in " ".join(getattr(caught.value, "__notes__", ["where h.requires_grad"]))
