@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from pure_loopgrad import _tree
+from pure_loopgrad._dual_level import has_tangent, in_dual_level
 from pure_loopgrad._levels import active_levels, is_wrapped, layers, level_of, needs_gradient
 from pure_loopgrad._names import find_name, reachable
 from pure_loopgrad.errors import CapturedTensorError, ImpureBodyError
@@ -36,6 +37,7 @@ class Watch(TorchFunctionMode):
         self.what = what
         self.replayed = (torch.default_generator, *replayed)
         self.given = given
+        self.in_dual_level = in_dual_level()  # around the loop, and not one that the body opens
         self.known: dict[int, weakref.ref[Tensor]] = {}  # by id, for as long as the tensor lives
         self.seen: list[Tensor] = []  # strangers that need a gradient
         self.constants: list[tuple[weakref.ref[Tensor], int]] = []  # the others, with their versions at first sight
@@ -61,6 +63,10 @@ class Watch(TorchFunctionMode):
         self.known.clear()
 
     def _meet(self, t: Tensor, func: Callable[..., Any]) -> None:
+        if self.in_dual_level and not is_wrapped(t) and has_tangent(t):
+            if func.__name__ not in ("__get__", "detach"):
+                raise captured_error(self.body, self.what, [t])
+            return
         if not (is_wrapped(t) or (t.requires_grad and torch.is_grad_enabled())):
             self.constants.append((weakref.ref(t), version_of(t)))
             self._learn([t])
@@ -159,6 +165,25 @@ def captured_error(body: Callable[..., Any], what: str, tensors: Sequence[Tensor
         f"Pass it in params (for a module: plg.from_module), or .detach() it outside of the {what} if it is a "
         f"constant. plg.run(check='off') turns this check off"
     )
+
+
+def refuse_misplaced(error: Exception, body: Callable[..., Any], suspects: Sequence[Tensor]) -> None:
+    """Raises in place of an error with which torch meets a tensor of a transform around the loop where it expects none.
+
+    Args:
+        error: what torch has raised.
+        body: what was called.
+        suspects: tensors of transforms around the loop that the body is known to reach.
+    """
+    text = str(error)
+    if not ("INTERNAL ASSERT FAILED" in text and suspects) and "escaped from inside a function being vmap" not in text:
+        return
+    names = [f"{find_name(body, t) or 'a tensor'} ({_tree.describe(t)})" for t in suspects[:3]]
+    listed = f": {'; '.join(names)}{'; ...' if len(suspects) > 3 else ''}" if names else ""
+    raise CapturedTensorError(
+        f"the body uses a tensor of a torch.func transform around the loop where torch takes none{listed}. Pass it in "
+        f"params. A constant that the body hands to a transform of its own can also be made outside of the one around"
+    ) from error
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

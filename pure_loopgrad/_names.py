@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 MAX_VISITED = 20_000  # a bound on the search for a name, so that a body that reaches the whole program stays cheap
+ENDS = (int, float, complex, str, bytes, type(None))  # what leads nowhere, and is met often
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 
 
 def find_name(body: Callable[..., Any], wanted: Tensor) -> str | None:
@@ -23,29 +25,70 @@ def reachable(body: Callable[..., Any], closed: tuple[type, ...] = ()) -> Iterat
     """What a body can reach without being given it, the nearest first, each with the expression that reaches it; not
     through what is of a `closed` type.
     """
-    queue = deque(_callable_children("", body))
+    queue = deque([_callable_children("", body)])  # not yet read, so that no more is looked at than is asked for
     visited: set[int] = {id(body)}
-    while queue and len(visited) < MAX_VISITED:
-        name, value = queue.popleft()
-        if id(value) not in visited:
-            yield name, value
+    while queue:
+        for name, value in queue.popleft():
+            if id(value) in visited:
+                continue
+            if len(visited) >= MAX_VISITED:
+                return
             visited.add(id(value))
-            if not isinstance(value, closed):
-                queue.extend(children(name, value))
+            yield name, value
+            if not isinstance(value, (closed, *ENDS)):
+                queue.append(children(name, value))
 
 
 def children(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """What one can reach from a value in one step, with the expression that reaches it."""
     if isinstance(value, torch.nn.Module):
-        yield from ((f"{name}.{n}", t) for n, t in [*value.named_parameters(), *value.named_buffers()])
-    elif isinstance(value, Mapping):
+        yield from _module_children(name, value)
+        return
+    if isinstance(value, Mapping):
         yield from ((f"{name}[{k!r}]", v) for k, v in value.items())
-    elif isinstance(value, (list, tuple, set, frozenset)):
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
         yield from ((f"{name}[{i}]", v) for i, v in enumerate(value))
     elif callable(value) and not isinstance(value, type):
         yield from _callable_children(name, value)
-    if not isinstance(value, (Tensor, ModuleType, type, FunctionType)) and hasattr(value, "__dict__"):
-        yield from ((f"{name}.{k}", v) for k, v in vars(value).items())
+    if isinstance(value, type):
+        yield from _class_children(name, value)
+    elif not isinstance(value, (Tensor, ModuleType, FunctionType)):
+        yield from _attributes(name, value)
+
+
+def _module_children(name: str, module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """What a module has of its own, and the modules right below it; little else, as a large net is walked often."""
+    for own in (module._parameters, module._buffers, module._modules):
+        for k, v in own.items():
+            yield f"{name}.{k}", v
+    attributes = vars(module)
+    for k in [k for k in attributes if k not in _OF_EVERY_MODULE]:
+        yield f"{name}.{k}", attributes[k]
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        if hooks:
+            yield f"{name}'s hooks", hooks
+    yield name, type(module)
+
+
+def _attributes(name: str, obj: Any) -> Iterator[tuple[str, Any]]:
+    """Attributes of an object itself, its slots, and its class, where more of them may be."""
+    if hasattr(obj, "__dict__"):
+        yield from ((f"{name}.{k}", v) for k, v in vars(obj).items())
+    for cls in type(obj).__mro__:
+        if "__slots__" in vars(cls):
+            slots = [(k, v) for k, v in vars(cls).items() if isinstance(v, MemberDescriptorType)]
+            yield from ((f"{name}.{k}", v.__get__(obj, cls)) for k, v in slots if hasattr(obj, k))
+    yield name, type(obj)
+
+
+def _class_children(name: str, cls: type) -> Iterator[tuple[str, Any]]:
+    """The data among a class's attributes; a class of torch or of Python itself has none that matters."""
+    if cls.__module__.partition(".")[0] in ("builtins", "torch"):
+        return
+    for k, v in vars(cls).items():
+        if not k.startswith("__") and not hasattr(type(v), "__get__"):
+            yield f"{name}.{k}", v
+    yield from ((name, base) for base in cls.__bases__)
 
 
 def _callable_children(name: str, fn: Any) -> Iterator[tuple[str, Any]]:
@@ -67,7 +110,7 @@ def _callable_children(name: str, fn: Any) -> Iterator[tuple[str, Any]]:
 
 def _instance_children(name: str, obj: Any) -> Iterator[tuple[str, Any]]:
     """A callable object: its attributes, what it wraps, and its `__call__`."""
-    yield from ((f"{name or 'self'}.{k}", v) for k, v in getattr(obj, "__dict__", {}).items())
+    yield from _attributes(name or "self", obj)
     call = vars(type(obj)).get("__call__")
     if isinstance(call, FunctionType):
         yield from _function_children(call)
