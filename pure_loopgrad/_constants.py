@@ -100,15 +100,21 @@ class Unwrapping(TorchFunctionMode):
 
 def reaches_generator(body: Callable[..., Any], harmless: set[int]) -> bool:
     """Whether a body can reach a generator whose id is not among the `harmless`; a draw from it shows in no output."""
-    near = islice(reachable(inspect.unwrap(body), (torch.nn.Module, Tensor)), NEAR)
-    return any(isinstance(v, torch.Generator) and id(v) not in harmless for v in _with_attributes(near))
+    visited: set[int] = set()
+    for _, value in islice(reachable(inspect.unwrap(body), (torch.nn.Module, Tensor)), NEAR):
+        found = _generators_of(value, visited) if isinstance(value, torch.nn.Module) else [value]
+        if any(isinstance(v, torch.Generator) and id(v) not in harmless for v in found):
+            return True
+    return False
 
 
-def _with_attributes(found: Iterator[tuple[str, Any]]) -> Iterator[Any]:
-    """Values, and what each module among them and each layer of it has for attributes, fast also for a large net."""
-    for _, value in found:
-        yield value
-        layers = [value] if isinstance(value, torch.nn.Module) else []
-        for layer in layers:
-            yield from vars(layer).values()
+def _generators_of(module: torch.nn.Module, visited: set[int]) -> Iterator[torch.Generator]:
+    """Those among the attributes of a module and its layers; every call asks, so it is fast also for a large net."""
+    layers = [module]
+    for layer in layers:
+        if id(layer) not in visited:
+            visited.add(id(layer))
+            values = vars(layer).values()
+            if torch.Generator in map(type, values):
+                yield from (v for v in values if isinstance(v, torch.Generator))
             layers.extend(m for m in layer._modules.values() if m is not None)
