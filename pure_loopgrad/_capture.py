@@ -12,7 +12,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,8 @@ from pure_loopgrad._dual_level import has_tangent, in_dual_level
 from pure_loopgrad._levels import active_levels, is_wrapped, layers, level_of, needs_gradient
 from pure_loopgrad._names import find_name, reachable
 from pure_loopgrad.errors import CapturedTensorError, ImpureBodyError
+
+Known: TypeAlias = "dict[int, weakref.ref[Tensor]]"  # by id, for as long as they live
 
 
 class Watch(TorchFunctionMode):
@@ -38,7 +40,7 @@ class Watch(TorchFunctionMode):
         self.replayed = (torch.default_generator, *replayed)
         self.given = given
         self.in_dual_level = in_dual_level()  # around the loop, and not one that the body opens
-        self.known: dict[int, weakref.ref[Tensor]] = {}  # by id, for as long as the tensor lives
+        self.known: Known = {}
         self.seen: list[Tensor] = []  # strangers that need a gradient
         self.constants: list[tuple[weakref.ref[Tensor], int]] = []  # the others, with their versions at first sight
         self._learn(given)
@@ -123,11 +125,20 @@ def refuse_captured(watch: Watch, given: Sequence[Tensor], outputs: Sequence[Ten
             raise captured_error(watch.body, watch.what, [t for t in watch.seen if graph_leaves([t]) & foreign])
 
 
-def refuse_captured_later(body: Callable[..., Any], given: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+def refuse_captured_later(
+    body: Callable[..., Any], given: Sequence[Tensor], outputs: Sequence[Tensor], unnamed: Known
+) -> None:
     """Raises if the outputs' graph leads to a leaf that was not given, in an iteration that nobody watches.
 
     What a first pass is given are leaves or constants. A leaf beside them was made inside, or is from elsewhere; then
-    the body leads to it. Where what is given has a graph of its own, the gradient finds its way by itself.
+    the body leads to it, or an earlier iteration has used it as well. Where what is given has a graph of its own, the
+    gradient finds its way by itself.
+
+    Args:
+        body: what was called.
+        given: to the body.
+        outputs: of the body.
+        unnamed: leaves of earlier iterations to which the body does not lead; the new ones are added.
     """
     if not any(map(needs_gradient, outputs)):
         return
@@ -136,8 +147,10 @@ def refuse_captured_later(body: Callable[..., Any], given: Sequence[Tensor], out
         return
     body = inspect.unwrap(body)
     captured = [t for _, t in reachable(body) if isinstance(t, Tensor) and graph_leaves([t]) & foreign]
+    captured = captured or [t for t in foreign if id(t) in unnamed and unnamed[id(t)]() is t]
     if captured:
         raise captured_error(body, "body", captured)
+    unnamed.update((id(t), weakref.ref(t)) for t in foreign)
 
 
 def graph_leaves(tensors: Sequence[Tensor]) -> set[Tensor]:

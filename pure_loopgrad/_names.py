@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
@@ -82,8 +82,8 @@ def _attributes(name: str, obj: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _class_children(name: str, cls: type) -> Iterator[tuple[str, Any]]:
-    """The data among a class's attributes; a class of torch or of Python itself has none that matters."""
-    if cls.__module__.partition(".")[0] in ("builtins", "torch"):
+    """The data among a class's attributes."""
+    if _is_of_a_library(cls.__module__):
         return
     for k, v in vars(cls).items():
         if not k.startswith("__") and not hasattr(type(v), "__get__"):
@@ -123,7 +123,25 @@ def _function_children(fn: FunctionType) -> Iterator[tuple[str, Any]]:
     names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
     yield from zip(reversed(names), reversed(fn.__defaults__ or ()), strict=False)
     yield from (fn.__kwdefaults__ or {}).items()
-    yield from ((n, fn.__globals__[n]) for n in _global_names(fn.__code__) if n in fn.__globals__)
+    if _is_of_a_library(fn.__globals__.get("__name__", "")):
+        return
+    mentioned = dict.fromkeys(_global_names(fn.__code__))  # attributes are among them
+    for n in mentioned:
+        if n in fn.__globals__:
+            yield n, fn.__globals__[n]
+            if isinstance(fn.__globals__[n], ModuleType):
+                yield from _mentioned_in(n, fn.__globals__[n], mentioned)
+
+
+def _mentioned_in(name: str, module: ModuleType, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """What a Python module holds under names that a function mentions."""
+    if not _is_of_a_library(module.__name__):
+        yield from ((f"{name}.{k}", vars(module)[k]) for k in names if k in vars(module))
+
+
+def _is_of_a_library(module: str) -> bool:
+    """Whether what stands in a Python module holds none of the user's tensors, and much else."""
+    return module.partition(".")[0] in ("builtins", "torch", "pure_loopgrad")
 
 
 def _global_names(code: CodeType) -> Iterator[str]:

@@ -131,7 +131,7 @@ class UserBody:
             leaves = self.trace.constants.unwrapped(leaves)
         self._compare_with_first(leaves, spec)
         if self.trace.grad_mode and self.trace.check != "off" and not repeating():
-            refuse_captured_later(self.fn, tensors, leaves)
+            refuse_captured_later(self.fn, tensors, leaves, self.trace.sight.unnamed)
         return leaves
 
     def _checked(self, tensors: Tensors) -> Any:
