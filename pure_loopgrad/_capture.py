@@ -12,7 +12,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from pure_loopgrad import _tree
+from pure_loopgrad._dual_level import has_tangent, in_dual_level
 from pure_loopgrad._levels import active_levels, is_wrapped, layers, level_of, needs_gradient
 from pure_loopgrad._memo import Kept, Sources, sources_of
 from pure_loopgrad._names import find_name, reachable
 from pure_loopgrad.errors import CapturedTensorError, ImpureBodyError
+
+Known: TypeAlias = "dict[int, weakref.ref[Tensor]]"  # by id, for as long as they live
 
 
 class Watch(TorchFunctionMode):
@@ -37,7 +40,8 @@ class Watch(TorchFunctionMode):
         self.what = what
         self.replayed = (torch.default_generator, *replayed)
         self.given = given
-        self.known: dict[int, weakref.ref[Tensor]] = {}  # by id, for as long as the tensor lives
+        self.in_dual_level = in_dual_level()  # around the loop, and not one that the body opens
+        self.known: Known = {}
         self.seen: list[Tensor] = []  # strangers that need a gradient
         self.constants: list[tuple[weakref.ref[Tensor], int]] = []  # the others, with their versions at first sight
         self.sources: dict[int, Sources] = {}  # by id, of what was computed from what was given
@@ -85,6 +89,10 @@ class Watch(TorchFunctionMode):
                 self.sources[id(t)] = self.sources.get(id(t), 0) | sources
 
     def _meet(self, t: Tensor, func: Callable[..., Any]) -> None:
+        if self.in_dual_level and not is_wrapped(t) and has_tangent(t):
+            if func.__name__ not in ("__get__", "detach"):
+                raise captured_error(self.body, self.what, [t])
+            return
         if not (is_wrapped(t) or (t.requires_grad and torch.is_grad_enabled())):
             self.constants.append((weakref.ref(t), version_of(t)))
             self._learn([t])
@@ -142,11 +150,20 @@ def refuse_captured(watch: Watch, given: Sequence[Tensor], outputs: Sequence[Ten
             raise captured_error(watch.body, watch.what, [t for t in watch.seen if graph_leaves([t]) & foreign])
 
 
-def refuse_captured_later(body: Callable[..., Any], given: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+def refuse_captured_later(
+    body: Callable[..., Any], given: Sequence[Tensor], outputs: Sequence[Tensor], unnamed: Known
+) -> None:
     """Raises if the outputs' graph leads to a leaf that was not given, in an iteration that nobody watches.
 
     What a first pass is given are leaves or constants. A leaf beside them was made inside, or is from elsewhere; then
-    the body leads to it. Where what is given has a graph of its own, the gradient finds its way by itself.
+    the body leads to it, or an earlier iteration has used it as well. Where what is given has a graph of its own, the
+    gradient finds its way by itself.
+
+    Args:
+        body: what was called.
+        given: to the body.
+        outputs: of the body.
+        unnamed: leaves of earlier iterations to which the body does not lead; the new ones are added.
     """
     if not any(map(needs_gradient, outputs)):
         return
@@ -155,8 +172,10 @@ def refuse_captured_later(body: Callable[..., Any], given: Sequence[Tensor], out
         return
     body = inspect.unwrap(body)
     captured = [t for _, t in reachable(body) if isinstance(t, Tensor) and graph_leaves([t]) & foreign]
+    captured = captured or [t for t in foreign if id(t) in unnamed and unnamed[id(t)]() is t]
     if captured:
         raise captured_error(body, "body", captured)
+    unnamed.update((id(t), weakref.ref(t)) for t in foreign)
 
 
 def graph_leaves(tensors: Sequence[Tensor]) -> set[Tensor]:
@@ -184,6 +203,25 @@ def captured_error(body: Callable[..., Any], what: str, tensors: Sequence[Tensor
         f"Pass it in params (for a module: plg.from_module), or .detach() it outside of the {what} if it is a "
         f"constant. plg.run(check='off') turns this check off"
     )
+
+
+def refuse_misplaced(error: Exception, body: Callable[..., Any], suspects: Sequence[Tensor]) -> None:
+    """Raises in place of an error with which torch meets a tensor of a transform around the loop where it expects none.
+
+    Args:
+        error: what torch has raised.
+        body: what was called.
+        suspects: tensors of transforms around the loop that the body is known to reach.
+    """
+    text = str(error)
+    if not ("INTERNAL ASSERT FAILED" in text and suspects) and "escaped from inside a function being vmap" not in text:
+        return
+    names = [f"{find_name(body, t) or 'a tensor'} ({_tree.describe(t)})" for t in suspects[:3]]
+    listed = f": {'; '.join(names)}{'; ...' if len(suspects) > 3 else ''}" if names else ""
+    raise CapturedTensorError(
+        f"the body uses a tensor of a torch.func transform around the loop where torch takes none{listed}. Pass it in "
+        f"params. A constant that the body hands to a transform of its own can also be made outside of the one around"
+    ) from error
 
 
 def _written(func: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:

@@ -17,40 +17,74 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from pure_loopgrad._levels import active_levels, is_constant, is_wrapped
+from pure_loopgrad._dual_level import has_tangent, in_dual_level
+from pure_loopgrad._levels import active_levels, batched_like, is_batched_here, is_constant, is_wrapped
 from pure_loopgrad._names import reachable
 
-NEAR = 100  # how far a search goes that every call makes
+NEAR = 100  # how far a search goes that every call makes, modules apart
+FAR = 5_000  # the same inside a transform
 
 
-@dataclass(frozen=True)
+@dataclass
 class Constants:
-    """The wrapped constants of a call, by id, each with what it wraps."""
+    """What a call's body can reach of the transforms around the loop: the wrapped constants, by id, each with what it
+    wraps; and the strangers, of which a transform asks something.
+    """
 
     wrapped: list[Tensor] = field(default_factory=list)  # so that no id is used again
     plain: dict[int, Tensor] = field(default_factory=dict)
+    strangers: dict[int, Tensor] = field(default_factory=dict)
+    inside: bool = False  # whether there is a transform around the loop, which may ask for more than autograd does
+    all_known: bool = True  # whether the search came to its end
 
     def find(self, body: Callable[..., Any]) -> None:
-        """Notes those that a body leads to. Called above all levels, as only there a transform can be asked."""
-        if active_levels() == 0:
+        """Notes what a body leads to. Called above all levels, as only there a transform can be asked."""
+        dual = in_dual_level()
+        if active_levels() == 0 and not dual:
             return
-        for t in near(body):
-            if isinstance(t, Tensor) and is_wrapped(t) and id(t) not in self.plain and is_constant(t):
+        self.inside = True
+        found = list(islice(reachable(inspect.unwrap(body), (Tensor,)), FAR))
+        self.all_known = self.all_known and len(found) < FAR
+        for _, t in found:
+            if not isinstance(t, Tensor) or id(t) in self.plain or id(t) in self.strangers:
+                continue
+            if not is_wrapped(t):
+                if dual and has_tangent(t):
+                    self.strangers[id(t)] = t
+            elif is_constant(t):
                 self.wrapped.append(t)
                 self.plain[id(t)] = torch.func.debug_unwrap(t)
+            else:
+                self.strangers[id(t)] = t
+
+    @property
+    def lacks_nothing(self) -> bool:
+        """Whether the body is known to reach no tensor whose derivative would be lost below its transform."""
+        return self.all_known and not self.strangers
 
     def inherit(self, outer: Constants) -> None:
         """Takes over those of a loop around, below whose levels nobody can be asked."""
         self.wrapped.extend(outer.wrapped)
         self.plain.update(outer.plain)
+        self.strangers.update(outer.strangers)
 
     def unwrapped(self, value: Any) -> Any:
         """A value with the constants in it as plain tensors; it is nested in plain containers only."""
         if isinstance(value, Tensor):
-            return self.plain.get(id(value), value)
+            return self._plain(value)
         if type(value) in (list, tuple):
             return type(value)(map(self.unwrapped, value))
+        if type(value) is slice:
+            return slice(*map(self.unwrapped, (value.start, value.stop, value.step)))
         return {k: self.unwrapped(v) for k, v in value.items()} if type(value) is dict else value
+
+    def _plain(self, t: Tensor) -> Tensor:
+        """Also what a vmap inside the body has made of a constant that it was given."""
+        if (found := self.plain.get(id(t))) is not None or not is_batched_here(t):
+            return t if found is None else found
+        inner = torch.func.debug_unwrap(t, recurse=False)
+        found = self._plain(inner)
+        return t if found is inner else batched_like(t, found)
 
 
 class Unwrapping(TorchFunctionMode):
@@ -64,14 +98,23 @@ class Unwrapping(TorchFunctionMode):
         return func(*self.constants.unwrapped(args), **self.constants.unwrapped(kwargs or {}))
 
 
-def needs_watch(body: Callable[..., Any], harmless: set[int]) -> bool:
-    """Whether a body can reach what shows in no output, once it uses it: a tensor of a transform around the loop, whose
-    derivative is lost below that transform, or a generator; unless its id is among the `harmless`.
-    """
-    suspects = (v for v in near(body) if isinstance(v, torch.Generator) or (isinstance(v, Tensor) and is_wrapped(v)))
-    return any(id(v) not in harmless for v in suspects)
+def reaches_generator(body: Callable[..., Any], harmless: set[int]) -> bool:
+    """Whether a body can reach a generator whose id is not among the `harmless`; a draw from it shows in no output."""
+    visited: set[int] = set()
+    for _, value in islice(reachable(inspect.unwrap(body), (torch.nn.Module, Tensor)), NEAR):
+        found = _generators_of(value, visited) if isinstance(value, torch.nn.Module) else [value]
+        if any(isinstance(v, torch.Generator) and id(v) not in harmless for v in found):
+            return True
+    return False
 
 
-def near(body: Callable[..., Any]) -> Iterator[Any]:
-    """What a body can reach, but for a module's tensors, which are plain ones, and many."""
-    return (value for _, value in islice(reachable(inspect.unwrap(body), (torch.nn.Module, Tensor)), NEAR))
+def _generators_of(module: torch.nn.Module, visited: set[int]) -> Iterator[torch.Generator]:
+    """Those among the attributes of a module and its layers; every call asks, so it is fast also for a large net."""
+    layers = [module]
+    for layer in layers:
+        if id(layer) not in visited:
+            visited.add(id(layer))
+            values = vars(layer).values()
+            if torch.Generator in map(type, values):
+                yield from (v for v in values if isinstance(v, torch.Generator))
+            layers.extend(m for m in layer._modules.values() if m is not None)

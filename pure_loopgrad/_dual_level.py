@@ -26,6 +26,12 @@ def in_dual_level() -> bool:
     return forward_ad._current_level >= 0 and eager_transforms.JVP_NESTING == 0
 
 
+def has_tangent(t: Tensor) -> bool:
+    """Whether a plain tensor has a tangent in the level that is open, also where forward mode is off: below a loop."""
+    with forward_ad._set_fwd_grad_enabled(True):
+        return unpack_dual(t).tangent is not None
+
+
 def within_dual_level(
     fn: Callable[..., tuple[Any, Any]], primals: Sequence[Tensor], tangents: Sequence[Tensor]
 ) -> tuple[Any, tuple[Tensor, ...], Any]:

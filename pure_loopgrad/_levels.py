@@ -46,6 +46,16 @@ def is_batched(t: Tensor) -> bool:
     return any(map(torch._C._functorch.is_batchedtensor, layers(t)))
 
 
+def is_batched_here(t: Tensor) -> bool:
+    """Whether the tensor is one of a batch under the transform that wrapped it last."""
+    return bool(torch._C._functorch.is_batchedtensor(t))
+
+
+def batched_like(t: Tensor, inner: Tensor) -> Tensor:
+    """Another tensor as one of the batch that `t` is one of."""
+    return torch._C._functorch._add_batch_dim(inner, torch._C._functorch.maybe_get_bdim(t), level_of(t))
+
+
 def level_of(t: Tensor) -> int:
     """The level of the transform that wrapped the tensor; negative for a plain tensor."""
     return int(torch._C._functorch.maybe_get_level(t))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 MAX_VISITED = 20_000  # a bound on the search for a name, so that a body that reaches the whole program stays cheap
+ENDS = (int, float, complex, str, bytes, type(None))  # what leads nowhere, and is met often
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 
 
 def find_name(body: Callable[..., Any], wanted: Tensor) -> str | None:
@@ -23,29 +25,70 @@ def reachable(body: Callable[..., Any], closed: tuple[type, ...] = ()) -> Iterat
     """What a body can reach without being given it, the nearest first, each with the expression that reaches it; not
     through what is of a `closed` type.
     """
-    queue = deque(_callable_children("", body))
+    queue = deque([_callable_children("", body)])  # not yet read, so that no more is looked at than is asked for
     visited: set[int] = {id(body)}
-    while queue and len(visited) < MAX_VISITED:
-        name, value = queue.popleft()
-        if id(value) not in visited:
-            yield name, value
+    while queue:
+        for name, value in queue.popleft():
+            if id(value) in visited:
+                continue
+            if len(visited) >= MAX_VISITED:
+                return
             visited.add(id(value))
-            if not isinstance(value, closed):
-                queue.extend(children(name, value))
+            yield name, value
+            if not isinstance(value, (closed, *ENDS)):
+                queue.append(children(name, value))
 
 
 def children(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """What one can reach from a value in one step, with the expression that reaches it."""
     if isinstance(value, torch.nn.Module):
-        yield from ((f"{name}.{n}", t) for n, t in [*value.named_parameters(), *value.named_buffers()])
-    elif isinstance(value, Mapping):
+        yield from _module_children(name, value)
+        return
+    if isinstance(value, Mapping):
         yield from ((f"{name}[{k!r}]", v) for k, v in value.items())
-    elif isinstance(value, (list, tuple, set, frozenset)):
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
         yield from ((f"{name}[{i}]", v) for i, v in enumerate(value))
     elif callable(value) and not isinstance(value, type):
         yield from _callable_children(name, value)
-    if not isinstance(value, (Tensor, ModuleType, type, FunctionType)) and hasattr(value, "__dict__"):
-        yield from ((f"{name}.{k}", v) for k, v in vars(value).items())
+    if isinstance(value, type):
+        yield from _class_children(name, value)
+    elif not isinstance(value, (Tensor, ModuleType, FunctionType)):
+        yield from _attributes(name, value)
+
+
+def _module_children(name: str, module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """What a module has of its own, and the modules right below it; little else, as a large net is walked often."""
+    for own in (module._parameters, module._buffers, module._modules):
+        for k, v in own.items():
+            yield f"{name}.{k}", v
+    attributes = vars(module)
+    for k in [k for k in attributes if k not in _OF_EVERY_MODULE]:
+        yield f"{name}.{k}", attributes[k]
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        if hooks:
+            yield f"{name}'s hooks", hooks
+    yield name, type(module)
+
+
+def _attributes(name: str, obj: Any) -> Iterator[tuple[str, Any]]:
+    """Attributes of an object itself, its slots, and its class, where more of them may be."""
+    if hasattr(obj, "__dict__"):
+        yield from ((f"{name}.{k}", v) for k, v in vars(obj).items())
+    for cls in type(obj).__mro__:
+        if "__slots__" in vars(cls):
+            slots = [(k, v) for k, v in vars(cls).items() if isinstance(v, MemberDescriptorType)]
+            yield from ((f"{name}.{k}", v.__get__(obj, cls)) for k, v in slots if hasattr(obj, k))
+    yield name, type(obj)
+
+
+def _class_children(name: str, cls: type) -> Iterator[tuple[str, Any]]:
+    """The data among a class's attributes."""
+    if _is_of_a_library(cls.__module__):
+        return
+    for k, v in vars(cls).items():
+        if not k.startswith("__") and not hasattr(type(v), "__get__"):
+            yield f"{name}.{k}", v
+    yield from ((name, base) for base in cls.__bases__)
 
 
 def _callable_children(name: str, fn: Any) -> Iterator[tuple[str, Any]]:
@@ -67,7 +110,7 @@ def _callable_children(name: str, fn: Any) -> Iterator[tuple[str, Any]]:
 
 def _instance_children(name: str, obj: Any) -> Iterator[tuple[str, Any]]:
     """A callable object: its attributes, what it wraps, and its `__call__`."""
-    yield from ((f"{name or 'self'}.{k}", v) for k, v in getattr(obj, "__dict__", {}).items())
+    yield from _attributes(name or "self", obj)
     call = vars(type(obj)).get("__call__")
     if isinstance(call, FunctionType):
         yield from _function_children(call)
@@ -80,7 +123,25 @@ def _function_children(fn: FunctionType) -> Iterator[tuple[str, Any]]:
     names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
     yield from zip(reversed(names), reversed(fn.__defaults__ or ()), strict=False)
     yield from (fn.__kwdefaults__ or {}).items()
-    yield from ((n, fn.__globals__[n]) for n in _global_names(fn.__code__) if n in fn.__globals__)
+    if _is_of_a_library(fn.__globals__.get("__name__", "")):
+        return
+    mentioned = dict.fromkeys(_global_names(fn.__code__))  # attributes are among them
+    for n in mentioned:
+        if n in fn.__globals__:
+            yield n, fn.__globals__[n]
+            if isinstance(fn.__globals__[n], ModuleType):
+                yield from _mentioned_in(n, fn.__globals__[n], mentioned)
+
+
+def _mentioned_in(name: str, module: ModuleType, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """What a Python module holds under names that a function mentions."""
+    if not _is_of_a_library(module.__name__):
+        yield from ((f"{name}.{k}", vars(module)[k]) for k in names if k in vars(module))
+
+
+def _is_of_a_library(module: str) -> bool:
+    """Whether what stands in a Python module holds none of the user's tensors, and much else."""
+    return module.partition(".")[0] in ("builtins", "torch", "pure_loopgrad")
 
 
 def _global_names(code: CodeType) -> Iterator[str]:

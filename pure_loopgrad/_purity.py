@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pure_loopgrad import _tree
-from pure_loopgrad._capture import Watch, version_of
+from pure_loopgrad._capture import Known, Watch, version_of
 from pure_loopgrad._memo import Kept
 from pure_loopgrad._names import find_name
 from pure_loopgrad._rng import GLOBALS
@@ -88,6 +88,7 @@ class FirstSight:
     digests: dict[int, list[Digest]] = field(default_factory=dict)
     kept: dict[int, Kept] = field(default_factory=dict)
     captured: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)  # with their versions
+    unnamed: Known = field(default_factory=dict)  # leaves behind outputs, to which no name leads
 
     def differing(self, iteration: int, outputs: Sequence[Tensor]) -> tuple[int, Digest, Digest] | None:
         """The first output whose values are not those of the first pass, with both digests."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 
 from pure_loopgrad import _tree
-from pure_loopgrad._capture import Watch, refuse_captured, refuse_captured_later
-from pure_loopgrad._constants import Unwrapping, needs_watch
+from pure_loopgrad._capture import Watch, refuse_captured, refuse_captured_later, refuse_misplaced
+from pure_loopgrad._constants import Unwrapping, reaches_generator
 from pure_loopgrad._effects import recomputing, repeating, where
 from pure_loopgrad._nonfinite import check_outputs
 from pure_loopgrad._purity import REMEDY
@@ -130,7 +131,7 @@ class UserBody:
             leaves = self.trace.constants.unwrapped(leaves)
         self._compare_with_first(leaves, spec)
         if self.trace.grad_mode and self.trace.check != "off" and not repeating():
-            refuse_captured_later(self.fn, tensors, leaves)
+            refuse_captured_later(self.fn, tensors, leaves, self.trace.sight.unnamed)
         return leaves
 
     def _checked(self, tensors: Tensors) -> Any:
@@ -138,17 +139,18 @@ class UserBody:
         if repeating():
             trace.sight.refuse_changed_constants(self.fn)
             return self._repeated(tensors)
-        if not trace.grad_mode:
+        if not (trace.grad_mode or trace.constants.inside):
             return self._call(tensors)
         if trace.outputs is None:
-            trace.watching = needs_watch(self.fn, {*map(id, trace.sources.given), *trace.constants.plain})
+            found = reaches_generator(self.fn, {*map(id, trace.sources.given)})
+            trace.watching = found or not trace.constants.lacks_nothing
         with Watch(self.fn, tensors, trace.sources.given) as watch:
             out = self._call(tensors)
             leaves = _tree.split(out)[0]
             refuse_captured(watch, tensors, leaves)
             # while the watch knows what was made
             strangers, kept = list(watch.strangers(leaves)), watch.kept(leaves)
-        if trace.checking:
+        if trace.checking and trace.grad_mode:
             trace.sight.kept[trace.iterations.start] = kept
             trace.foreign.update(address(torch.func.debug_unwrap(t)) for t in strangers)
             trace.sight.note_captured(watch)
@@ -172,6 +174,9 @@ class UserBody:
         """Adds to an error of the body where it was raised, and what was given."""
         if isinstance(error, LoopGradError):
             return
+        constants = self.trace.constants
+        if constants.inside:
+            refuse_misplaced(error, inspect.unwrap(self.fn), [*constants.strangers.values(), *constants.wrapped])
         given = "; ".join(f"{p} has {_tree.describe(t)}" for p, t in zip(self.input_paths(), tensors, strict=True))
         when = f"{'recomputed ' if recomputing() else ''}{where(self.trace)} of {self.trace.n}"
         add_note(error, f"raised by the body in {when}, where {given or 'nothing is given'}")

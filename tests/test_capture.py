@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from contextvars import ContextVar
 
 import pytest
 import torch
 
 import pure_loopgrad as plg
 from pure_loopgrad._capture import find_name
+from tests import conftest
 
 XS = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 GLOBAL = torch.ones(4, requires_grad=True)
@@ -157,29 +159,16 @@ def test_through_a_function_of_its_own():
         plg.map(lambda p, x: Scale.apply(p * x, w), P, XS)
 
 
-class Hidden:
-    """Keeps a tensor where no search for a name finds it."""
-
-    __slots__ = ("w",)
-
-
 @pytest.mark.parametrize("outer", ["grad", "vmap"])
 def test_a_tensor_that_no_name_leads_to(outer):
-    box = Hidden()
+    hidden = ContextVar("hidden")
 
     def f(w):
-        box.w = w
-        return plg.map(lambda p, x: p * x * box.w, P, XS).sum()
+        hidden.set(w)
+        return plg.map(lambda p, x: p * x * hidden.get(), P, XS).sum()
 
     with pytest.raises(plg.errors.CapturedTensorError, match=r"uses a tensor \(shape \(4,\)"):
         OUTER[outer](f, torch.ones(4))
-
-
-def test_a_nested_loop():
-    w = torch.ones(4, requires_grad=True)
-    outer = lambda p, x: plg.map(lambda q, y: q * y * w, p, x[None]).sum()
-    with pytest.raises(plg.errors.CapturedTensorError, match="uses w "):
-        plg.map(outer, P, XS)
 
 
 # What is no mistake must pass.
@@ -385,3 +374,53 @@ def test_the_search_for_a_name_is_bounded_and_survives_cycles():
     unassigned = None
     del unassigned
     assert find_name(lambda p, x: p, torch.ones(1)) is None
+
+
+class Registry:
+    """Where a program may keep its net; the body names none of the tensors."""
+
+    net = None
+    __slots__ = ("kept",)
+
+
+def in_a_class(net):
+    Registry.net = net
+    return lambda: Registry.net, r"Registry\.net\.weight"
+
+
+def in_a_slot(net):
+    registry = Registry()
+    registry.kept = net
+    return lambda: registry.kept, r"registry\.kept\.weight"
+
+
+def in_a_python_module(net):
+    conftest.net = net
+    return lambda: conftest.net, r"conftest\.net\.weight"
+
+
+def where_no_search_finds_it(net):
+    hidden = ContextVar("hidden")
+    hidden.set(net)
+    return lambda: hidden.get(), "a tensor"
+
+
+@pytest.mark.parametrize("place", [in_a_class, in_a_slot, in_a_python_module, where_no_search_finds_it])
+@pytest.mark.parametrize("loop", LATE_LOOPS.values(), ids=LATE_LOOPS)
+def test_a_leaf_that_later_iterations_capture_is_refused(loop, place):
+    get, name = place(torch.nn.Linear(4, 4, bias=False))
+    with pytest.raises(plg.errors.CapturedTensorError, match=f"uses {name} "):
+        loop(lambda p, i: get()(p) if i % 3 > 0 else p, P.clone().requires_grad_())
+
+
+def test_new_leaves_that_no_name_leads_to_are_made_inside():
+    def body(p, x):
+        where = x.detach().requires_grad_()
+        slope = torch.autograd.grad((p * where).sin().sum(), where, create_graph=True)[0]
+        return slope * where
+
+    p, xs = P.double().requires_grad_(), XS.double()
+    for keep in ("nothing", "everything"):
+        (ours,) = torch.autograd.grad(plg.map(body, p, xs, run=plg.Run(save=keep)).sum(), p)
+        (plain,) = torch.autograd.grad(torch.stack([body(p, x) for x in xs]).sum(), p)
+        torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)

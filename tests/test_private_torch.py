@@ -15,15 +15,17 @@ from torch.overrides import TorchFunctionMode
 
 from pure_loopgrad._accumulate import same_memory, with_storage
 from pure_loopgrad._capture import unwatched
-from pure_loopgrad._dual_level import in_dual_level
+from pure_loopgrad._dual_level import has_tangent, in_dual_level
 from pure_loopgrad._early_stop import Layout, NotComputed, Recording
 from pure_loopgrad._forward_mode import SingleLevelFunction, apply_at_one_level, below_one_level
 from pure_loopgrad._levels import (
     active_levels,
+    batched_like,
     below_all_levels,
     draws_for_nobody,
     innermost_in_forward_mode,
     is_batched,
+    is_batched_here,
     is_wrapped,
     level_of,
 )
@@ -209,6 +211,24 @@ def test_a_dual_level_of_ordinary_autograd_is_seen():
     seen = []
     torch.func.jvp(lambda x: (seen.append(in_dual_level()), x)[1], (torch.ones(2),), (torch.ones(2),))
     assert (seen, in_dual_level()) == ([False], False)
+
+
+def test_a_tangent_is_seen_where_forward_mode_is_off():
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        with forward_ad._set_fwd_grad_enabled(False):
+            assert has_tangent(dual)
+            assert not has_tangent(torch.ones(2))
+            assert forward_ad.unpack_dual(dual).tangent is None
+
+
+def test_another_tensor_of_a_batch():
+    def f(x):
+        other = batched_like(x, torch.arange(6).view(3, 2))
+        assert (is_batched_here(x), is_batched_here(other), is_batched_here(torch.ones(3))) == (True, True, False)
+        return other
+
+    assert torch.func.vmap(f, in_dims=1)(torch.ones(3, 2)).tolist() == [[0, 2, 4], [1, 3, 5]]
 
 
 def test_views_are_known_and_lose_that():
