@@ -143,8 +143,8 @@ def is_constant(t: Tensor) -> bool:
 
 
 def without_graph(t: Tensor) -> Tensor:
-    """A live parameter as a constant. A tensor of an outer torch.func transform stays what it is: that one asks. So does
-    the tangent that the parameter has in a dual level.
+    """A live parameter as a constant. A tensor of an outer torch.func transform stays what it is: that one asks. A
+    tangent stays as well.
     """
     if not t.requires_grad or is_wrapped(t):
         return t

@@ -70,3 +70,30 @@ def test_a_jvp_with_grad_mode_off():
     with torch.no_grad():
         found = jvp(lambda w: f(w, XS)[::-1], (W,), (V,))
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+GRAD_WEIGHTS = torch.tensor([0.5, 2.0, 0.0, 1.0], dtype=f64)
+
+
+def scaled(w, weights=GRAD_WEIGHTS):
+    """The plain loop, with its derivatives times the weights."""
+    ys, still = each(w), each(w.detach())
+    return still + (ys - still) * weights[:, None]
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, None])
+def test_grad_weights(chunk_size):
+    options = {"grad_weights": GRAD_WEIGHTS, "chunk_size": chunk_size}
+    assert_same_duals(lambda w: plg.map(body, w, XS, **options), scaled)
+    assert_same_duals(lambda w: plg.sum(body, w, XS, **options), lambda w: scaled(w).sum(0))
+    f = plg.value_and_grad(body, loss, **options)
+    assert_same_duals(lambda w: f(w, XS)[::-1], grad_and_value(lambda w: loss(w, scaled(w))))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, None])
+def test_weights_with_a_tangent(chunk_size):
+    weights = lambda w: torch.cat([w, w[:1]]).exp()
+    assert_same_duals(
+        lambda w: plg.mean(body, w, XS, weights=weights(w), chunk_size=chunk_size),
+        lambda w: weights(w) @ each(w) / weights(w).sum(),
+    )

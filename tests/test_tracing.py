@@ -36,6 +36,23 @@ def steps(w):
     return torch.stack(ys[::-1])
 
 
+WEIGHTS = torch.tensor([0.5, 2.0, 0.0, 1.0], dtype=f64)
+
+
+def scaled(w):
+    """The plain loop, with its derivatives times the weights."""
+    ys, still = each(w), each(w.detach())
+    return still + (ys - still) * WEIGHTS[:, None]
+
+
+def weighted(w, weights):
+    return weights @ each(w) / weights.sum()
+
+
+def exponentials(w):
+    return torch.cat([w, w[:1]]).exp()
+
+
 # each with the plain loop that it is
 LOOPS = {
     "map": (lambda w: plg.map(body, w, XS), each),
@@ -48,6 +65,17 @@ LOOPS = {
     "nested": (
         lambda w: plg.map(lambda w, x: plg.map(body, w, x * XS), w, XS),
         lambda w: torch.stack([each(w, x * XS) for x in XS]),
+    ),
+    "scaled": (lambda w: plg.map(body, w, XS, grad_weights=WEIGHTS), scaled),
+    "scaled chunks": (lambda w: plg.sum(body, w, XS, grad_weights=WEIGHTS, chunk_size=3), lambda w: scaled(w).sum(0)),
+    "weighted": (lambda w: plg.mean(body, w, XS, weights=WEIGHTS), lambda w: weighted(w, WEIGHTS)),
+    "by numbers": (
+        lambda w: plg.mean(body, w, XS, weights=WEIGHTS.tolist(), chunk_size=3),
+        lambda w: weighted(w, WEIGHTS),
+    ),
+    "by exponentials": (
+        lambda w: plg.mean(body, w, XS, weights=exponentials(w)),
+        lambda w: weighted(w, exponentials(w)),
     ),
 }
 AROUND = {
@@ -72,3 +100,11 @@ def assert_linearized(f, plain):
 @pytest.mark.parametrize(("loop", "plain"), LOOPS.values(), ids=LOOPS)
 def test_linearize(loop, plain, around):
     assert_linearized(around(loop), around(plain))
+
+
+@pytest.mark.parametrize("reduce", ["stack", "sum"])
+def test_linearize_a_gradient(reduce):
+    loss = lambda w, y: (y * w).square().sum()
+    f = plg.value_and_grad(body, loss, reduce=reduce, chunk_size=3)
+    plain = torch.func.grad_and_value(lambda w: loss(w, each(w) if reduce == "stack" else each(w).sum(0)))
+    assert_linearized(lambda w: f(w, XS)[::-1], plain)
