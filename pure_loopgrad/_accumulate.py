@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from pure_loopgrad._body import accumulation_dtype
+from pure_loopgrad._levels import active_levels
 from pure_loopgrad._shapes import address, is_fake
+from pure_loopgrad._tracing import is_traced
 from pure_loopgrad._user import Tensors, Terms
 
 
@@ -42,9 +44,9 @@ class Outputs:
         need not be plain.
         """
         if not self.started:
-            only = len(iterations) == self.n
-            self.sums = [Sum(only) for _ in sums]
-            self.stacks = [Stack(self.n) for _ in stacks]
+            only, in_place = len(iterations) == self.n, may_grow_in_place()
+            self.sums = [Sum(only, in_place) for _ in sums]
+            self.stacks = [Stack(self.n, in_place) for _ in stacks]
             self.started = True
         for total, term in zip(self.sums, sums, strict=True):
             if term is not None:
@@ -53,7 +55,7 @@ class Outputs:
             if part is None:
                 stack.gaps.append(iterations)
             else:
-                stack.add(iterations, plain(part) if stack.buffer is None else part)
+                stack.add(iterations, part if stack.started else plain(part))
 
     def leave_out(self, iterations: range) -> None:
         """Notes a chunk whose terms are zero."""
@@ -79,7 +81,7 @@ class Sum:
     """A running sum. The first term may be an input, or a tensor that the body keeps: it is copied before it grows."""
 
     only: bool = False  # there will be no second term
-    in_place: bool = True  # else the terms may belong to a transform, and what they are added to not
+    in_place: bool = True  # see may_grow_in_place
     total: Tensor | None = None
     dtype: torch.dtype | None = None
     entries: int = 0  # of a sparse total, when its doubles were last put together
@@ -122,7 +124,7 @@ class Stack:
     """n entries in one buffer, allocated with the first chunk; a chunk that is all of them is taken as it is."""
 
     n: int
-    in_place: bool = True  # see Sum
+    in_place: bool = True
     buffer: Tensor | None = None
     parts: dict[int, Tensor] = field(default_factory=dict)
     gaps: list[range] = field(default_factory=list)  # where the value is zero, as nothing is added
@@ -156,6 +158,13 @@ class Stack:
         return self.buffer
 
 
+def may_grow_in_place() -> bool:
+    """Whether sums and stacks may: not where a transform owns the terms and not what they are added to, nor where a
+    graph records it all.
+    """
+    return active_levels() == 0 and not is_traced()
+
+
 def own(tensors: Sequence[Tensor], taken: set[int]) -> list[Tensor]:
     """Copies each tensor whose storage is at a `taken` address or that of one before it, or whose entries share memory,
     or which is a part of something larger.
@@ -182,7 +191,9 @@ def _whole(t: Tensor) -> Tensor:
 
 
 def same_memory(t: Tensor) -> Tensor:
-    """Another tensor with the same data, and no view of it for autograd."""
+    """Another tensor with the same data, and no view of it for autograd; a copy where a graph could not record that."""
+    if is_traced():
+        return t.clone()
     return t.new_empty(0).set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride())
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pure_loopgrad import _tree
-from pure_loopgrad._levels import active_levels
+from pure_loopgrad._levels import active_levels, in_forward_mode
 from pure_loopgrad._shapes import Outline, run_on_fakes
 from pure_loopgrad._user import Tensors, UserBody
 from pure_loopgrad.errors import LoopGradError, LoopTypeError, LoopValueError, add_note
@@ -166,7 +166,7 @@ def scale_derivative(y: Tensor, w: Tensor) -> Tensor:
     """y, with w times its derivative, of any order and in either mode."""
     if not _tree.is_differentiable(y):
         return y
-    if not torch.compiler.is_dynamo_compiling() and not y.requires_grad and active_levels() == 0:
+    if not torch.compiler.is_dynamo_compiling() and not (y.requires_grad or active_levels() > 0 or in_forward_mode()):
         return y  # nothing is differentiated
     still = y.detach()
     change = torch.where(torch.isfinite(still), y - still, 0)  # zero, but for its derivative

@@ -113,6 +113,11 @@ def innermost_in_forward_mode() -> Literal["grad", "jvp"] | None:
     return "grad" if isinstance(stack[-1], GradInterpreter) else None
 
 
+def in_forward_mode() -> bool:
+    """Whether a jvp is under way, or a dual level of ordinary autograd is open, so that a tensor may have a tangent."""
+    return forward_ad._current_level >= 0
+
+
 def may_have_tangent(t: Tensor) -> bool:
     """Whether a jvp is under way that may ask for the tensor's tangent, or it has one of ordinary forward mode."""
     if active_levels() > 0:
@@ -148,5 +153,10 @@ def is_constant(t: Tensor) -> bool:
 
 
 def without_graph(t: Tensor) -> Tensor:
-    """A live parameter as a constant. A tensor of an outer torch.func transform stays what it is: that one asks."""
-    return t.detach() if t.requires_grad and not is_wrapped(t) else t
+    """A live parameter as a constant. A tensor of an outer torch.func transform stays what it is: that one asks. A
+    tangent stays as well.
+    """
+    if not t.requires_grad or is_wrapped(t):
+        return t
+    tangent = unpack_dual(t).tangent
+    return t.detach() if tangent is None else make_dual(t.detach(), tangent.detach())

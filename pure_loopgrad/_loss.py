@@ -16,7 +16,7 @@ from pure_loopgrad._accumulate import same_memory
 from pure_loopgrad._capture import Watch, refuse_captured
 from pure_loopgrad._compile import compiled
 from pure_loopgrad._constants import Constants
-from pure_loopgrad._levels import active_levels, is_recorded
+from pure_loopgrad._levels import active_levels, in_forward_mode, is_recorded
 from pure_loopgrad._linearise import Mask, linearise, put
 from pure_loopgrad._reduce import Prepared
 from pure_loopgrad._shapes import is_fake
@@ -83,8 +83,9 @@ _changeable = cast("Callable[[Tensor], Tensor]", _Changeable.apply)
 def _value_and_grads(fn: Callable[..., tuple[Tensor]], primals: list[Tensor]) -> tuple[Tensor, Sequence[Tensor | None]]:
     if not primals:
         return fn()[0], ()
-    # but inside a transform or another loop, nobody differentiates this again, so the loss's backward is not recorded
-    again = torch.is_grad_enabled() and (active_levels() > 0 or is_recorded(primals))
+    # but inside a transform or another loop, nobody differentiates this again, so the loss's backward is not recorded;
+    # forward mode goes on where grad mode is off
+    again = in_forward_mode() or (torch.is_grad_enabled() and (active_levels() > 0 or is_recorded(primals)))
     with torch.set_grad_enabled(again):
         (value,), pullback, _ = linearise(lambda *p: (fn(*p), ()), primals)
         return value if again else value.detach(), pullback([torch.ones_like(value)], True)

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from pure_loopgrad import _run, _tree
 from pure_loopgrad._body import Chunk, ChunkSize, Randomness, check_chunk_size
-from pure_loopgrad._levels import active_levels, is_wrapped
+from pure_loopgrad._levels import active_levels, is_wrapped, unpack_dual
 from pure_loopgrad._loop import Loop
 from pure_loopgrad._residuals import Residuals
 from pure_loopgrad._trace import Trace, first_pass_checked
+from pure_loopgrad._tracing import is_traced
 from pure_loopgrad._tree import PyTree
 from pure_loopgrad._user import UserBody
 from pure_loopgrad.errors import LoopTypeError, LoopValueError
@@ -139,7 +140,7 @@ def prepare(body: Body, params: PyTree, xs: PyTree, options: Options) -> Prepare
     scaled = options.grad_weights is not None
     chunk = Chunk(user, "stack" if options.reduce == "stack" else "sum", how, options.randomness, weighted, scaled)
     loop = Loop(chunk, n, chunk_size, len(consts), trace)
-    if scaled and not is_wrapped(factors := x_tensors[-2 if weighted else -1]):
+    if scaled and not (is_wrapped(factors := x_tensors[-2 if weighted else -1]) or is_traced()):
         loop = replace(loop, idle=tuple((factors == 0).tolist()))
     return Prepared(loop, consts, x_tensors, params_skeleton, x_skeleton, chunk, options.reduce, total, kept)
 
@@ -158,7 +159,8 @@ def _weighed(
     """The xs of a mean (with the weights behind them, if there are some), what to divide by, and which are kept.
 
     Iterations of weight zero are left out, so that one whose value or gradient is not finite adds nothing; unless the
-    weights are themselves differentiated or batched, where the derivative at zero counts.
+    weights are themselves differentiated or batched, where the derivative at zero counts, or a graph records them,
+    which must not depend on their values.
     """
     if weights is None:
         if n == 0 and not partial:
@@ -167,9 +169,10 @@ def _weighed(
     w = weights if isinstance(weights, Tensor) else torch.tensor(weights, dtype=torch.float64, device=xs[0].device)
     if w.shape != (n,):
         raise LoopValueError(f"weights has shape {tuple(w.shape)}, but xs has {n} iterations: expected ({n},)")
-    if partial and (w.requires_grad or is_wrapped(w)):
+    asked = w.requires_grad or is_wrapped(w) or unpack_dual(w).tangent is not None
+    if partial and asked:
         raise LoopValueError("the weights of a mean over ranks are constants: pass weights.detach()")
-    if w.requires_grad or is_wrapped(w):
+    if asked or is_traced():
         return [*xs, w], w.sum(), None
     total = w.sum(dtype=torch.float64).item()
     if not partial:

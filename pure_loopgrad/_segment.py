@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from pure_loopgrad import _tree
-from pure_loopgrad._accumulate import Stack, Sum
+from pure_loopgrad._accumulate import Stack, Sum, may_grow_in_place
 from pure_loopgrad._body import Labels
 from pure_loopgrad._compile import run_compiled
 from pure_loopgrad._effects import recomputing
-from pure_loopgrad._levels import active_levels, is_recorded
+from pure_loopgrad._levels import is_recorded
 from pure_loopgrad._linearise import Mask, linearise, put
 from pure_loopgrad._loop import Loop
 from pure_loopgrad._nonfinite import check_derivative
@@ -98,10 +98,11 @@ class Segment:
 
     def _streamed(self, params: list[Tensor], carry: list[Tensor], xs: list[Tensor]) -> list[Tensor]:
         ys: list[Stack] = []
+        in_place = may_grow_in_place()
         for i in range(self.length):
             outs = self._run_step(i, params, carry, xs)
             carry = outs[: self.n_carry]
-            ys = ys or [Stack(self.length, in_place=active_levels() == 0) for _ in outs[self.n_carry :]]
+            ys = ys or [Stack(self.length, in_place) for _ in outs[self.n_carry :]]
             for stack, y in zip(ys, outs[self.n_carry :], strict=True):
                 stack.add(range(self._at(i), self._at(i) + 1), y.unsqueeze(0))
         return [*carry, *(stack.value() for stack in ys)]
@@ -189,7 +190,7 @@ class _Backward:
         n, nc = segment.n_params, segment.n_carry
         self.wrt_params, self.wrt_carry, self.wrt_xs = wrt[:n], wrt[n : n + nc], wrt[n + nc :]
         self.dcarry, self.dys = cotangents[:nc], cotangents[nc:]  # None where nothing leads to it, not zeros
-        in_place = active_levels() == 0
+        in_place = may_grow_in_place()
         self.dparams = [Sum(in_place=in_place) for w in self.wrt_params if w]
         self.dxs = [Stack(segment.length, in_place=in_place) for w in self.wrt_xs if w]
 

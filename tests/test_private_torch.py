@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 from torch.overrides import TorchFunctionMode
@@ -31,6 +33,7 @@ from pure_loopgrad._levels import (
 )
 from pure_loopgrad._linearise import ENGINE, records
 from pure_loopgrad._parametrize import uncached
+from pure_loopgrad._tracing import is_traced
 from pure_loopgrad.errors import ImpureBodyError
 
 
@@ -229,6 +232,22 @@ def test_another_tensor_of_a_batch():
         return other
 
     assert torch.func.vmap(f, in_dims=1)(torch.ones(3, 2)).tolist() == [[0, 2, 4], [1, 3, 5]]
+
+
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_a_graph_that_records_operations_is_seen(pre_dispatch):
+    seen = []
+
+    def f(x):
+        seen.append(is_traced())
+        return x.sin()
+
+    make_fx(f, pre_dispatch=pre_dispatch)(torch.ones(2))
+    make_fx(torch.func.functionalize(f), tracing_mode="fake", pre_dispatch=pre_dispatch)(torch.ones(2))
+    torch.func.grad(lambda x: f(x).sum())(torch.ones(2))
+    with FunctionalTensorMode():
+        assert is_traced()
+    assert (seen, is_traced()) == ([True, True, False], False)
 
 
 def test_views_are_known_and_lose_that():
