@@ -182,15 +182,18 @@ def test_a_search_runs_no_code_of_the_user():
     torch.testing.assert_close(grad(f(plg.map))(W), grad(f(lambda b, p, xs: torch.stack([b(p, x) for x in xs])))(W))
 
 
-def test_without_a_name_torch_refuses_and_the_error_says_so():
+@pytest.mark.parametrize(("transform", "chunk_size"), [("vmap", 1), ("vmap of grad", 1), ("grad", 2), ("jvp", 2)])
+def test_without_a_name_torch_refuses_and_the_error_says_so(transform, chunk_size):
     hidden = contextvars.ContextVar("hidden")
 
     def f(w):
         hidden.set(w)
-        return plg.map(lambda p, i: p * hidden.get() if i > 1 else p, ONES, INDICES).sum()
+        seen = []
+        body = lambda p, x: p * x * hidden.get() if len(seen) > 1 else (seen.append(x), p * x)[1]
+        return plg.map(body, ONES, torch.cat([XS, XS]), chunk_size=chunk_size).sum()
 
     with pytest.raises(plg.errors.CapturedTensorError, match=r"of a torch\.func transform around the loop"):
-        vmap(grad(f))(torch.stack([W, W]))
+        TRANSFORMS[transform](f, W)
 
 
 def in_a_module(draw):
