@@ -214,7 +214,8 @@ def refuse_misplaced(error: Exception, body: Callable[..., Any], suspects: Seque
         suspects: tensors of transforms around the loop that the body is known to reach.
     """
     text = str(error)
-    if not ("INTERNAL ASSERT FAILED" in text and suspects) and "escaped from inside a function being vmap" not in text:
+    asserts = "INTERNAL ASSERT FAILED" in text and (suspects or "functorch" in text)
+    if not asserts and "escaped from inside a function being vmap" not in text:
         return
     names = [f"{find_name(body, t) or 'a tensor'} ({_tree.describe(t)})" for t in suspects[:3]]
     listed = f": {'; '.join(names)}{'; ...' if len(suspects) > 3 else ''}" if names else ""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import torch
@@ -19,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 from pure_loopgrad._dual_level import has_tangent, in_dual_level
 from pure_loopgrad._levels import active_levels, batched_like, is_batched_here, is_constant, is_wrapped
-from pure_loopgrad._names import reachable
+from pure_loopgrad._names import MORE, reachable
 
-NEAR = 100  # how far a search goes that every call makes, modules apart
-FAR = 5_000  # the same inside a transform
+NEAR = 200  # steps of the search that every call makes, modules apart
+FAR = 10_000  # the same inside a transform
 
 
 @dataclass
@@ -43,9 +42,8 @@ class Constants:
         if active_levels() == 0 and not dual:
             return
         self.inside = True
-        found = list(islice(reachable(inspect.unwrap(body), (Tensor,)), FAR))
-        self.all_known = self.all_known and len(found) < FAR
-        for _, t in found:
+        for _, t in reachable(inspect.unwrap(body), (Tensor,), FAR):
+            self.all_known = self.all_known and t is not MORE
             if not isinstance(t, Tensor) or id(t) in self.plain or id(t) in self.strangers:
                 continue
             if not is_wrapped(t):
@@ -101,7 +99,7 @@ class Unwrapping(TorchFunctionMode):
 def reaches_generator(body: Callable[..., Any], harmless: set[int]) -> bool:
     """Whether a body can reach a generator whose id is not among the `harmless`; a draw from it shows in no output."""
     visited: set[int] = set()
-    for _, value in islice(reachable(inspect.unwrap(body), (torch.nn.Module, Tensor)), NEAR):
+    for _, value in reachable(inspect.unwrap(body), (torch.nn.Module, Tensor), NEAR):
         found = _generators_of(value, visited) if isinstance(value, torch.nn.Module) else [value]
         if any(isinstance(v, torch.Generator) and id(v) not in harmless for v in found):
             return True

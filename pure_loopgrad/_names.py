@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-MAX_VISITED = 20_000  # a bound on the search for a name, so that a body that reaches the whole program stays cheap
+MAX_LOOKED = 20_000  # a bound on the search for a name, so that a body that reaches the whole program stays cheap
+MORE = object()  # stands for what a search leaves out
 ENDS = (int, float, complex, str, bytes, type(None))  # what leads nowhere, and is met often
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 
@@ -21,18 +23,23 @@ def find_name(body: Callable[..., Any], wanted: Tensor) -> str | None:
     return next((name for name, value in reachable(body) if value is wanted), None)
 
 
-def reachable(body: Callable[..., Any], closed: tuple[type, ...] = ()) -> Iterator[tuple[str, Any]]:
+def reachable(
+    body: Callable[..., Any], closed: tuple[type, ...] = (), most: int = MAX_LOOKED
+) -> Iterator[tuple[str, Any]]:
     """What a body can reach without being given it, the nearest first, each with the expression that reaches it; not
-    through what is of a `closed` type.
+    through what is of a `closed` type. After `most` steps the last one is `MORE`.
     """
     queue = deque([_callable_children("", body)])  # not yet read, so that no more is looked at than is asked for
     visited: set[int] = {id(body)}
+    looked = 0
     while queue:
         for name, value in queue.popleft():
+            looked += 1
+            if looked > most:
+                yield "", MORE
+                return
             if id(value) in visited:
                 continue
-            if len(visited) >= MAX_VISITED:
-                return
             visited.add(id(value))
             yield name, value
             if not isinstance(value, (closed, *ENDS)):
@@ -71,13 +78,14 @@ def _module_children(name: str, module: torch.nn.Module) -> Iterator[tuple[str, 
 
 
 def _attributes(name: str, obj: Any) -> Iterator[tuple[str, Any]]:
-    """Attributes of an object itself, its slots, and its class, where more of them may be."""
-    if hasattr(obj, "__dict__"):
-        yield from ((f"{name}.{k}", v) for k, v in vars(obj).items())
+    """Attributes of an object itself, its slots, and its class, where more of them may be; runs no code of the user."""
+    with suppress(AttributeError):
+        yield from ((f"{name}.{k}", v) for k, v in object.__getattribute__(obj, "__dict__").items())
     for cls in type(obj).__mro__:
         if "__slots__" in vars(cls):
-            slots = [(k, v) for k, v in vars(cls).items() if isinstance(v, MemberDescriptorType)]
-            yield from ((f"{name}.{k}", v.__get__(obj, cls)) for k, v in slots if hasattr(obj, k))
+            for k in [k for k, v in vars(cls).items() if isinstance(v, MemberDescriptorType)]:
+                with suppress(AttributeError):  # nothing is assigned to it yet
+                    yield f"{name}.{k}", object.__getattribute__(obj, k)
     yield name, type(obj)
 
 

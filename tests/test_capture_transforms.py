@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextvars
 import types
 from collections import deque
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -142,25 +143,57 @@ def test_a_module_whose_parameters_are_swapped(transform):
         TRANSFORMS[transform](f, weight)
 
 
+class Endless(Mapping):
+    """Makes its values when asked, so that none of them is the one before."""
+
+    def __getitem__(self, key):
+        return torch.zeros(1)
+
+    def __iter__(self):
+        return iter(range(10**9))
+
+    def __len__(self):
+        return 10**9
+
+
+@pytest.mark.parametrize("much", [[*range(30_000)], Endless()], ids=["list", "mapping"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_where_a_body_reaches_too_much_for_a_search_every_iteration_is_watched(transform):
+def test_where_a_body_reaches_too_much_for_a_search_every_iteration_is_watched(transform, much):
     def f(w):
-        many = [*range(30_000), w]
-        return plg.map(lambda p, i: p * many[-1] if i > 1 else p, ONES, INDICES).sum()
+        far = [much, [[[w]]]]
+        return plg.map(lambda p, i: p * far[1][0][0][0] if i > 1 else p, ONES, INDICES).sum()
 
     with pytest.raises(plg.errors.CapturedTensorError):
         TRANSFORMS[transform](f, W)
 
 
-def test_without_a_name_torch_refuses_and_the_error_says_so():
+class Awkward:
+    """Whoever asks it for an attribute that it does not have learns more than he wants."""
+
+    __slots__ = ("empty",)
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
+def test_a_search_runs_no_code_of_the_user():
+    awkward = Awkward()
+    f = lambda loop: lambda w: loop(lambda p, x: (awkward, p * x)[1].sin(), w, XS).square().sum()
+    torch.testing.assert_close(grad(f(plg.map))(W), grad(f(lambda b, p, xs: torch.stack([b(p, x) for x in xs])))(W))
+
+
+@pytest.mark.parametrize(("transform", "chunk_size"), [("vmap", 1), ("vmap of grad", 1), ("grad", 2), ("jvp", 2)])
+def test_without_a_name_torch_refuses_and_the_error_says_so(transform, chunk_size):
     hidden = contextvars.ContextVar("hidden")
 
     def f(w):
         hidden.set(w)
-        return plg.map(lambda p, i: p * hidden.get() if i > 1 else p, ONES, INDICES).sum()
+        seen = []
+        body = lambda p, x: p * x * hidden.get() if len(seen) > 1 else (seen.append(x), p * x)[1]
+        return plg.map(body, ONES, torch.cat([XS, XS]), chunk_size=chunk_size).sum()
 
     with pytest.raises(plg.errors.CapturedTensorError, match=r"of a torch\.func transform around the loop"):
-        vmap(grad(f))(torch.stack([W, W]))
+        TRANSFORMS[transform](f, W)
 
 
 def in_a_module(draw):
