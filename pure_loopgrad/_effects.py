@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor, nn
 
@@ -29,6 +29,7 @@ class Effects:
     found: dict[int, list[Snapshot]] = field(default_factory=dict)
     cursor: int = 0  # how many calls of this iteration were already replayed
     modes: Modes = field(default_factory=Modes)  # of the modules that were called
+    notes: dict[Hashable, Any] = field(default_factory=dict)  # what calls found out about modules, for later ones
 
 
 class HasEffects(Protocol):
@@ -104,6 +105,15 @@ def when() -> str:
     """The same of the innermost loop, as a part of a sentence; nothing where there is none."""
     passes = _passes.get()
     return f" in {where(passes[-1].trace)}" if passes and passes[-1].trace.iterations else ""
+
+
+def notes() -> dict[Hashable, Any]:
+    """What calls of modules note for the later ones in all passes of one loop, the outermost that runs.
+
+    Nothing is kept outside of loops, and of runs whose effects nobody sees.
+    """
+    passes = _passes.get()
+    return passes[0].trace.effects.notes if passes and _rehearsal.get() is None else {}
 
 
 def note_mode(module: nn.Module, layers: Layers) -> None:
