@@ -233,6 +233,20 @@ def test_so_in_a_dual_level_where_a_body_is_called_as_it_is():
     assert_close(net.h, torch.ones(4, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("grad_mode", [True, False])
+def test_carried_buffers_pass_tangents_on_in_a_dual_level(grad_mode):
+    body, params, buffers = plg.from_stateful_module(Stateful(recurrent))
+    w = params["w"].detach()
+    with torch.set_grad_enabled(grad_mode), forward_ad.dual_level():
+        dual = forward_ad.make_dual(w, w.cos())
+        found = forward_ad.unpack_dual(plg.scan(body, {"w": dual}, buffers, XS)[1]).tangent
+        h, ys = buffers["h"], []
+        for x in XS:
+            h = torch.tanh(dual * h + x)
+            ys.append(h)
+        assert_close(found, forward_ad.unpack_dual(torch.stack(ys)).tangent)
+
+
 @pytest.mark.parametrize("save", ["nothing", "everything"])
 @pytest.mark.parametrize("step", [detached, averaged, logged, tracked, counted, counted_in_place])
 def test_a_buffer_through_which_no_gradient_flows_is_not_refused(step, save):
