@@ -39,6 +39,7 @@ class Watch(TorchFunctionMode):
         self.known: dict[int, weakref.ref[Tensor]] = {}  # by id, for as long as the tensor lives
         self.seen: list[Tensor] = []  # strangers that need a gradient
         self.constants: list[tuple[weakref.ref[Tensor], int]] = []  # the others, with their versions at first sight
+        self.slows_attention = False  # whether attention ran, which has another way where no mode sees it
         self._learn(given)
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -46,6 +47,7 @@ class Watch(TorchFunctionMode):
         if torch.compiler.is_compiling():  # else dynamo would trace what follows, fail, and never compile the body
             return func(*args, **kwargs)
         self._refuse_foreign_generator(kwargs.get("generator"))
+        self.slows_attention = self.slows_attention or func is F.multi_head_attention_forward
         for t in _tensors((args, kwargs)):
             if not self._is_known(t):
                 self._meet(t, func)

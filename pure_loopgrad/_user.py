@@ -141,9 +141,13 @@ class UserBody:
             return self._call(tensors)
         if trace.outputs is None:
             trace.watching = needs_watch(self.fn, {*map(id, trace.sources.given), *trace.constants.plain})
+        before = None if trace.trains else trace.sources.state()
         with Watch(self.fn, tensors, trace.sources.given) as watch:
             out = self._call(tensors)
             refuse_captured(watch, tensors, _tree.split(out)[0])
+        if watch.slows_attention and before is not None and not trace.effects.found:
+            trace.sources.restore(before)
+            out = self._call(tensors)
         if trace.checking:
             trace.sight.note_captured(watch)
         return out
