@@ -6,7 +6,7 @@ buffers asks here what they held when the first pass came by, and whether its ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -66,6 +66,7 @@ class Pass:
 
 _passes: ContextVar[tuple[Pass, ...]] = ContextVar("pure_loopgrad_passes", default=())
 _rehearsal: ContextVar[dict[Hashable, Snapshot] | None] = ContextVar("pure_loopgrad_rehearsal", default=None)
+_refusing: ContextVar[Callable[[str], Exception] | None] = ContextVar("pure_loopgrad_refusing", default=None)
 
 
 def enclosing() -> list[HasEffects]:
@@ -134,6 +135,16 @@ def rehearsal() -> Iterator[None]:
         _rehearsal.reset(token)
 
 
+@contextmanager
+def refused(error: Callable[[str], Exception]) -> Iterator[None]:
+    """Inside a rehearsal, a block that is not run once more, so that a change raises an error for the buffer's name."""
+    token = _refusing.set(error)
+    try:
+        yield
+    finally:
+        _refusing.reset(token)
+
+
 def begin(key: Hashable, current: Callable[[], Snapshot]) -> tuple[Snapshot, bool]:
     """What a stateful call starts from, and whether its changes count.
 
@@ -151,8 +162,16 @@ def begin(key: Hashable, current: Callable[[], Snapshot]) -> tuple[Snapshot, boo
     return snapshot, replayed is None
 
 
-def rehearse(key: Hashable, snapshot: Snapshot) -> None:
-    """Leaves a state for the next call by the same caller, where nothing counts."""
-    rehearsed = _rehearsal.get()
+def rehearse(key: Hashable, snapshot: Snapshot, changed: Iterable[str]) -> None:
+    """Leaves a state for the next call by the same caller, where nothing counts.
+
+    Args:
+        key: who calls.
+        snapshot: the state.
+        changed: the names of what the call has changed.
+    """
+    rehearsed, error = _rehearsal.get(), _refusing.get()
     if rehearsed is not None:
+        if error is not None and (names := sorted(changed)):
+            raise error(names[0])
         rehearsed[key] = snapshot

@@ -105,7 +105,7 @@ class Updating(ModuleBody):
         if counts:
             self.named.put(unwrapped(replaced))  # nothing is written into what it was, which a watch may have seen read
         else:
-            _effects.rehearse(self, unwrapped({**live, **replaced}))
+            _effects.rehearse(self, unwrapped({**live, **replaced}), replaced)
 
     def _on_copies(self, params: NamedTensors, x: Any) -> Any:
         """The module works on copies of its buffers; the first pass hands on to the module what becomes of them."""
@@ -127,7 +127,7 @@ class Updating(ModuleBody):
         if counts:
             write(live, {**changed, **{name: after[name] for name in statistics}})
         else:
-            _effects.rehearse(self, unwrapped({name: after[name] for name in start}))
+            _effects.rehearse(self, unwrapped({name: after[name] for name in start}), {*changed, *statistics})
         return y
 
     def _begin(self, live: NamedTensors, statistics: set[str]) -> tuple[NamedTensors, bool]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import pure_loopgrad as plg
+from pure_loopgrad.errors import ImpureBodyError
 from pure_loopgrad.testing import assert_close
 
 XS = torch.randn(5, 8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -106,6 +107,50 @@ def nested(net):
     outer = lambda p, xs: plg.map(body, p, xs)
     plg.map(outer, params, XS[:, None]).square().sum().backward()
     return [p.grad for p in net.parameters()]
+
+
+class Patience(nn.Module):
+    """A score, and a buffer that counts how often it was asked for where `counting` is set."""
+
+    def __init__(self, counting):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+        self.register_buffer("asked", torch.zeros((), dtype=torch.float64))
+        self.counting = counting
+
+    def forward(self, x):
+        if self.counting:
+            self.asked = self.asked + 1
+        return self.w * x + self.asked
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_condition_that_updates_buffers_is_refused_where_a_gradient_is_asked_for(training):
+    net = Patience(counting=True).train(training)
+    body, params = plg.from_module(net)
+    cond, step = lambda p, c: body(p, c) < 7, lambda p, c: c + p["w"]
+    start = torch.tensor(1.0, dtype=torch.float64)
+    with pytest.raises(ImpureBodyError, match=r"condition.*'asked'.*'frozen'.*carry what decides"):
+        plg.while_loop(cond, step, params, start)
+    assert net.asked == 0
+    with torch.no_grad():
+        found = plg.while_loop(cond, step, params, start)
+        ref, c = Patience(counting=True), start
+        while ref(c) < 7:
+            c = c + ref.w
+    assert_close((found, net.asked), (c, ref.asked))
+
+
+@pytest.mark.parametrize("buffers", ["update", "frozen"])
+def test_a_condition_that_calls_a_module_and_updates_nothing(buffers):
+    net = Patience(counting=buffers == "frozen")
+    body, params = plg.from_module(net, buffers=buffers)
+    start = torch.tensor(1.0, dtype=torch.float64)
+    found = plg.while_loop(lambda p, c: body(p, c) < 3, lambda p, c: c + body(p, c), params, start)
+    more, c = float(net.counting), start
+    while net.w * c + more < 3:
+        c = c + net.w * c + more
+    assert_close([found, torch.autograd.grad(found, net.w)[0]], [c, torch.autograd.grad(c, net.w)[0]])
 
 
 WAYS = [by_map, by_value_and_grad, by_one_pass, by_func_grad, by_checkpoint, by_scan, by_while_loop, nested]
