@@ -22,11 +22,20 @@ from pure_loopgrad.errors import ImpureBodyError
 Snapshot: TypeAlias = dict[str, Tensor]
 
 
+@dataclass(frozen=True)
+class Call:
+    """What one stateful call found in the first pass."""
+
+    key: Hashable  # who calls
+    asking: bool  # whether in the condition of a loop, which a later pass may leave out
+    snapshot: Snapshot
+
+
 @dataclass
 class Effects:
     """What stateful calls found in the first pass, for each iteration in the order of the calls."""
 
-    found: dict[int, list[Snapshot]] = field(default_factory=dict)
+    found: dict[int, list[Call]] = field(default_factory=dict)
     cursor: int = 0  # how many calls of this iteration were already replayed
     modes: Modes = field(default_factory=Modes)  # of the modules that were called
     notes: dict[Hashable, Any] = field(default_factory=dict)  # what calls found out about modules, for later ones
@@ -47,25 +56,36 @@ class Pass:
     trace: HasEffects
     recomputing: bool
 
-    def record(self, snapshot: Snapshot) -> None:
+    def record(self, call: Call) -> None:
         """Notes what a call of the iteration that runs now found."""
-        self.trace.effects.found.setdefault(self.trace.iterations.start, []).append(snapshot)
+        self.trace.effects.found.setdefault(self.trace.iterations.start, []).append(call)
 
     def next(self) -> Snapshot:
         """What the call found in the first pass."""
         effects = self.trace.effects
-        found = effects.found.get(self.trace.iterations.start, [])
+        found, asking = self._found, _asking.get()
+        while not asking and effects.cursor < len(found) and found[effects.cursor].asking:
+            effects.cursor += 1
         if effects.cursor >= len(found):
             raise ImpureBodyError(
                 f"iteration {self.trace.iterations.start} calls a module more often than in the first pass "
                 f"({len(found)}); look for a side effect that decides about the call"
             )
         effects.cursor += 1
-        return found[effects.cursor - 1]
+        return found[effects.cursor - 1].snapshot
+
+    def peek(self, key: Hashable) -> Snapshot | None:
+        """What the next call by the same caller found; the call does not count as replayed."""
+        return next((call.snapshot for call in self._found[self.trace.effects.cursor :] if call.key == key), None)
+
+    @property
+    def _found(self) -> list[Call]:
+        return self.trace.effects.found.get(self.trace.iterations.start, [])
 
 
 _passes: ContextVar[tuple[Pass, ...]] = ContextVar("pure_loopgrad_passes", default=())
 _rehearsal: ContextVar[dict[Hashable, Snapshot] | None] = ContextVar("pure_loopgrad_rehearsal", default=None)
+_asking: ContextVar[bool] = ContextVar("pure_loopgrad_asking", default=False)
 _refusing: ContextVar[Callable[[str], Exception] | None] = ContextVar("pure_loopgrad_refusing", default=None)
 
 
@@ -136,13 +156,18 @@ def rehearsal() -> Iterator[None]:
 
 
 @contextmanager
-def refused(error: Callable[[str], Exception]) -> Iterator[None]:
-    """Inside a rehearsal, a block that is not run once more, so that a change raises an error for the buffer's name."""
-    token = _refusing.set(error)
+def asking(refused: Callable[[str], Exception] | None = None) -> Iterator[None]:
+    """Around the condition of a loop.
+
+    Args:
+        refused: in a rehearsal after which nobody asks again, the error for a change of a buffer with that name.
+    """
+    tokens = _asking.set(True), _refusing.set(refused or _refusing.get())
     try:
         yield
     finally:
-        _refusing.reset(token)
+        _asking.reset(tokens[0])
+        _refusing.reset(tokens[1])
 
 
 def begin(key: Hashable, current: Callable[[], Snapshot]) -> tuple[Snapshot, bool]:
@@ -153,12 +178,17 @@ def begin(key: Hashable, current: Callable[[], Snapshot]) -> tuple[Snapshot, boo
         current: reads the present state.
     """
     passes, rehearsed = _passes.get(), _rehearsal.get()
-    if rehearsed is not None:
-        return rehearsed.get(key) or current(), False
     replayed = next((i for i, p in reversed(list(enumerate(passes))) if p.recomputing), None)
+    if rehearsed is not None:
+        upcoming = None if replayed is None else passes[replayed].peek(key)
+        return rehearsed.get(key) or upcoming or current(), False
     snapshot = current() if replayed is None else passes[replayed].next()
-    for p in passes[0 if replayed is None else replayed + 1 :]:  # loops that started inside: this is their first pass
-        p.record(snapshot)
+    started = 0 if replayed is None else replayed + 1
+    known = {id(p.trace) for p in passes[:started]}
+    for p in passes[started:]:  # loops that started inside: this is their first pass
+        if id(p.trace) not in known:  # the parts of a scan are loops of one trace
+            p.record(Call(key, _asking.get(), snapshot))
+            known.add(id(p.trace))
     return snapshot, replayed is None
 
 

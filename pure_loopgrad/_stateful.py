@@ -105,7 +105,7 @@ class Updating(ModuleBody):
         if counts:
             self.named.put(unwrapped(replaced))  # nothing is written into what it was, which a watch may have seen read
         else:
-            _effects.rehearse(self, unwrapped({**live, **replaced}), replaced)
+            _effects.rehearse(self.identity, unwrapped({**live, **replaced}), replaced)
 
     def _on_copies(self, params: NamedTensors, x: Any) -> Any:
         """The module works on copies of its buffers; the first pass hands on to the module what becomes of them."""
@@ -127,14 +127,14 @@ class Updating(ModuleBody):
         if counts:
             write(live, {**changed, **{name: after[name] for name in statistics}})
         else:
-            _effects.rehearse(self, unwrapped({name: after[name] for name in start}), {*changed, *statistics})
+            _effects.rehearse(self.identity, unwrapped({name: after[name] for name in start}), {*changed, *statistics})
         return y
 
     def _begin(self, live: NamedTensors, statistics: set[str]) -> tuple[NamedTensors, bool]:
         """What the buffers that may be read held in the first pass, and whether this is it."""
         with unwatched():
             read = {name: t for name, t in live.items() if name not in statistics}
-            return _effects.begin(self, lambda: self.held.of(read))
+            return _effects.begin(self.identity, lambda: self.held.of(read))
 
     def _check(self, params: NamedTensors, x: Any, start: NamedTensors, changed: NamedTensors) -> None:
         """Refuses what cannot be handed on from iteration to iteration."""

@@ -140,7 +140,7 @@ def _pure(cond: Callable[[Any, Any], Any], sources: Sources) -> Callable[[Any, A
 
     def checked(params: Any, carry: Any) -> Any:
         before = sources.state()
-        with _effects.refused(_updating_refused):
+        with _effects.asking(_updating_refused):
             answer = cond(params, carry)
         if moved(before, sources.state()):
             raise ImpureBodyError(
@@ -164,10 +164,15 @@ def _run_while(
     cond: Callable[[Any, Any], Any], body: Callable[[Any, Any], Any], params: Any, carry: Any, max_steps: int | None
 ) -> tuple[Any, int]:
     n = 0
-    while (max_steps is None or n < max_steps) and _holds(cond(params, carry)):
+    while (max_steps is None or n < max_steps) and _asked(cond, params, carry):
         carry = body(params, carry)
         n += 1
     return carry, n
+
+
+def _asked(cond: Callable[[Any, Any], Any], params: Any, carry: Any) -> bool:
+    with _effects.asking():
+        return _holds(cond(params, carry))
 
 
 def _holds(condition: Any) -> bool:
