@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from pure_loopgrad import _tree
 from pure_loopgrad._levels import active_levels, is_wrapped, layers, level_of, needs_gradient
 from pure_loopgrad._names import find_name, reachable
+from pure_loopgrad._own_leaves import make_leaf, makes_leaf
 from pure_loopgrad.errors import CapturedTensorError, ImpureBodyError
 
 
@@ -39,6 +40,7 @@ class Watch(TorchFunctionMode):
         self.known: dict[int, weakref.ref[Tensor]] = {}  # by id, for as long as the tensor lives
         self.seen: list[Tensor] = []  # strangers that need a gradient
         self.constants: list[tuple[weakref.ref[Tensor], int]] = []  # the others, with their versions at first sight
+        self.makes_leaves = False  # whether the body calls requires_grad_
         self.slows_attention = False  # whether attention ran, which has another way where no mode sees it
         self._learn(given)
 
@@ -51,7 +53,9 @@ class Watch(TorchFunctionMode):
         for t in _tensors((args, kwargs)):
             if not self._is_known(t):
                 self._meet(t, func)
-        out = func(*args, **kwargs)
+        leaf = makes_leaf(func)
+        self.makes_leaves = self.makes_leaves or leaf
+        out = make_leaf(func, args, kwargs) if leaf else func(*args, **kwargs)
         self._learn(_tensors(out))
         for t in _written(func, args, kwargs):
             self._note_written(t)

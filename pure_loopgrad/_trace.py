@@ -45,6 +45,7 @@ class Trace:
     settled: bool = False  # whether the ambient settings are in force around the pass that runs now
     iterations: range = range(0)  # the chunk that runs now
     watching: bool = False  # whether every iteration of the first pass is watched, as the body leads to what needs it
+    makes_leaves: bool = False  # whether the body calls requires_grad_
     comparing: bool = False  # whether the operations that run now are ours, on what the body has returned
     sight: FirstSight = field(default_factory=FirstSight)
     effects: Effects = field(default_factory=Effects)

@@ -16,7 +16,10 @@ from pure_loopgrad import _tree
 from pure_loopgrad._capture import Watch, refuse_captured, refuse_captured_later
 from pure_loopgrad._constants import Unwrapping, needs_watch
 from pure_loopgrad._effects import recomputing, repeating, where
+from pure_loopgrad._levels import active_levels
 from pure_loopgrad._nonfinite import check_outputs
+from pure_loopgrad._own_leaves import REMEDY as OWN_GRADIENT
+from pure_loopgrad._own_leaves import OwnLeaves, asks_for_grad
 from pure_loopgrad._purity import REMEDY
 from pure_loopgrad._rng import moved
 from pure_loopgrad._shapes import Meta
@@ -145,6 +148,7 @@ class UserBody:
         with Watch(self.fn, tensors, trace.sources.given) as watch:
             out = self._call(tensors)
             refuse_captured(watch, tensors, _tree.split(out)[0])
+        trace.makes_leaves = trace.makes_leaves or watch.makes_leaves
         if watch.slows_attention and before is not None and not trace.effects.found:
             trace.sources.restore(before)
             out = self._call(tensors)
@@ -154,7 +158,8 @@ class UserBody:
 
     def _call(self, tensors: Tensors) -> Any:
         constants = self.trace.constants
-        with Unwrapping(constants) if constants.plain else NOTHING:
+        unwrapping = Unwrapping(constants) if constants.plain else NOTHING
+        with unwrapping, OwnLeaves() if self.trace.makes_leaves and active_levels() > 0 else NOTHING:
             return self.fn(*self._arguments(tensors))
 
     def _note_situation(self, error: Exception, tensors: Tensors) -> None:
@@ -164,6 +169,8 @@ class UserBody:
         given = "; ".join(f"{p} has {_tree.describe(t)}" for p, t in zip(self.input_paths(), tensors, strict=True))
         when = f"{'recomputed ' if recomputing() else ''}{where(self.trace)} of {self.trace.n}"
         add_note(error, f"raised by the body in {when}, where {given or 'nothing is given'}")
+        if active_levels() > 0 and (self.trace.makes_leaves or asks_for_grad(error)):
+            add_note(error, OWN_GRADIENT)
 
     def input_paths(self) -> list[str]:
         """The path of each tensor that the body is given."""

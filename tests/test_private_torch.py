@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch._functorch.eager_transforms import enable_inplace_requires_grad
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
@@ -200,6 +201,17 @@ def test_a_dual_level_of_ordinary_autograd_is_seen():
     seen = []
     torch.func.jvp(lambda x: (seen.append(in_dual_level()), x)[1], (torch.ones(2),), (torch.ones(2),))
     assert (seen, in_dual_level()) == ([False], False)
+
+
+def test_the_permission_to_make_a_leaf():
+    def inside(x):
+        with pytest.raises(RuntimeError, match=r"requires_grad_\(\)"):
+            x.detach().requires_grad_()
+        with enable_inplace_requires_grad(True):
+            assert x.detach().requires_grad_().requires_grad
+        return x.sum()
+
+    torch.func.grad(inside)(torch.ones(3))
 
 
 def test_views_are_known_and_lose_that():
