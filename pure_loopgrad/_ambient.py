@@ -24,7 +24,7 @@ def as_trained(trains: bool) -> Iterator[None]:
     """A block in which attention computes what it does while its inputs require grad.
 
     torch.nn's encoder layers have another way for inputs that do not, which sets padded places to zero. A first pass is
-    given such inputs, and a recomputation is not.
+    given such inputs, and a recomputation is not. Where nothing is trained, that way is the one of the plain loop.
     """
     fast = trains and torch.backends.mha.get_fastpath_enabled()
     if fast:

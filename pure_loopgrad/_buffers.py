@@ -136,6 +136,16 @@ def writing_in_eval_refused(name: str, t: Tensor) -> ImpureBodyError:
     )
 
 
+def read_refused(name: str, t: Tensor, when: str) -> LoopValueError:
+    """The same where another call reads what one has set."""
+    return LoopValueError(
+        f"the buffer {name!r} ({_tree.describe(t)}) that the module reads{_effects.when()} was set by another "
+        f"call{when} and depends on params or x there, so that gradient would flow from call to call; from_module cuts "
+        f"it. Use plg.from_stateful_module with plg.scan, or .detach() what is assigned to the buffer if no gradient "
+        f"is meant to flow"
+    )
+
+
 def cut_refused(name: str, t: Tensor) -> LoopValueError:
     """A buffer is handed on as a value alone."""
     return LoopValueError(

@@ -24,6 +24,7 @@ from pure_loopgrad._dual_level import has_tangent, in_dual_level
 from pure_loopgrad._levels import active_levels, is_wrapped, layers, level_of, needs_gradient
 from pure_loopgrad._memo import Kept, Sources, sources_of
 from pure_loopgrad._names import find_name, reachable
+from pure_loopgrad._own_leaves import make_leaf, makes_leaf
 from pure_loopgrad.errors import CapturedTensorError, ImpureBodyError
 
 Known: TypeAlias = "dict[int, weakref.ref[Tensor]]"  # by id, for as long as they live
@@ -45,6 +46,8 @@ class Watch(TorchFunctionMode):
         self.seen: list[Tensor] = []  # strangers that need a gradient
         self.constants: list[tuple[weakref.ref[Tensor], int]] = []  # the others, with their versions at first sight
         self.sources: dict[int, Sources] = {}  # by id, of what was computed from what was given
+        self.makes_leaves = False  # whether the body calls requires_grad_
+        self.slows_attention = False  # whether attention ran, which has another way where no mode sees it
         self._learn(given)
         for i, t in enumerate(given):
             self._trace_back([t], 1 << i)
@@ -54,11 +57,14 @@ class Watch(TorchFunctionMode):
         if torch.compiler.is_compiling():  # else dynamo would trace what follows, fail, and never compile the body
             return func(*args, **kwargs)
         self._refuse_foreign_generator(kwargs.get("generator"))
+        self.slows_attention = self.slows_attention or func is F.multi_head_attention_forward
         arguments = list(_tree.tensors_in((args, kwargs)))
         for t in arguments:
             if not self._is_known(t):
                 self._meet(t, func)
-        out = func(*args, **kwargs)
+        leaf = makes_leaf(func)
+        self.makes_leaves = self.makes_leaves or leaf
+        out = make_leaf(func, args, kwargs) if leaf else func(*args, **kwargs)
         results = list(_tree.tensors_in(out))
         self._learn(results)
         changed = arguments[:1] if func.__name__ == "__setitem__" else results

@@ -41,7 +41,8 @@ def from_module(
             called: a buffer gets another shape or dtype.
         LoopValueError: when the body is called: under `torch.vmap` (a chunk size above 1), iterations cannot update
             buffers one after the other; nothing is changed then. Or gradient would flow through a buffer from one
-            iteration to the next, which `from_stateful_module` can; found in the backward. Or a buffer is None.
+            iteration or one call to the next, also of another module that has the buffer, which
+            `from_stateful_module` can; found in the backward. Or a buffer is None.
         ImpureBodyError: when the body is called: a module in eval mode writes into a buffer in place.
 
     Memory and time are those of the loop that runs the body. Buffers that change and are read in every iteration (the
@@ -74,7 +75,7 @@ def from_stateful_module(
 
     The pure form of a module that changes its buffers: nothing is written into the module. To do so afterwards, use
     `module.load_state_dict(buffers, strict=False)`. Gradient flows through those buffers through which it does in the
-    plain loop; which they are is found in the first call, by calling the module on tensors without data.
+    plain loop; which they are is found by calling the module on tensors without data, once in a loop.
 
     Args:
         module: any module; `module(x)` is one iteration.
@@ -87,7 +88,8 @@ def from_stateful_module(
     Raises:
         LoopTypeError: not a module; see `from_module`.
         LoopValueError: when the body is called: a buffer is None at first.
-        ImpureBodyError: when the body is called: a buffer passes gradient on, and did not in the first call.
+        ImpureBodyError: when the body is called: a buffer passes gradient on, and did not in the first call of
+            the loop.
 
     Memory and time are those of the loop that runs the body.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -17,15 +16,16 @@ from pure_loopgrad._buffers import (
     any_batched,
     batches_refused,
     copies,
-    cut_refused,
     refuse_other_kinds,
     unwrapped,
     write,
     writing_in_eval_refused,
 )
 from pure_loopgrad._capture import unwatched
-from pure_loopgrad._flow import Flow, flow_of
-from pure_loopgrad._levels import active_levels, is_recorded, may_have_tangent
+from pure_loopgrad._cut import refuse_cut
+from pure_loopgrad._dual_level import in_dual_level
+from pure_loopgrad._flow import known_flow
+from pure_loopgrad._levels import active_levels, is_recorded
 from pure_loopgrad._named import Named, NamedTensors
 from pure_loopgrad._training import Flags
 from pure_loopgrad.errors import ImpureBodyError
@@ -67,7 +67,6 @@ class Updating(ModuleBody):
     """A body whose first pass updates the module's buffers."""
 
     held: Held = field(default_factory=Held)
-    flows: dict[Flags, Flow] = field(default_factory=dict)
 
     def __call__(self, params: NamedTensors, x: Any) -> Any:
         if not self.named.places:
@@ -93,6 +92,8 @@ class Updating(ModuleBody):
             raise writing_in_eval_refused(written[0], after[written[0]])
         if replaced:
             self._replaced_in_eval(params, x, before.given, replaced)
+        else:
+            refuse_cut(self.named, params, before.given, {}, x)
         return y
 
     def _replaced_in_eval(self, params: NamedTensors, x: Any, live: NamedTensors, replaced: NamedTensors) -> None:
@@ -104,7 +105,7 @@ class Updating(ModuleBody):
         if counts:
             self.named.put(unwrapped(replaced))  # nothing is written into what it was, which a watch may have seen read
         else:
-            _effects.rehearse(self, unwrapped({**live, **replaced}))
+            _effects.rehearse(self.identity, unwrapped({**live, **replaced}), replaced)
 
     def _on_copies(self, params: NamedTensors, x: Any) -> Any:
         """The module works on copies of its buffers; the first pass hands on to the module what becomes of them."""
@@ -126,14 +127,14 @@ class Updating(ModuleBody):
         if counts:
             write(live, {**changed, **{name: after[name] for name in statistics}})
         else:
-            _effects.rehearse(self, unwrapped({name: after[name] for name in start}))
+            _effects.rehearse(self.identity, unwrapped({name: after[name] for name in start}), {*changed, *statistics})
         return y
 
     def _begin(self, live: NamedTensors, statistics: set[str]) -> tuple[NamedTensors, bool]:
         """What the buffers that may be read held in the first pass, and whether this is it."""
         with unwatched():
             read = {name: t for name, t in live.items() if name not in statistics}
-            return _effects.begin(self, lambda: self.held.of(read))
+            return _effects.begin(self.identity, lambda: self.held.of(read))
 
     def _check(self, params: NamedTensors, x: Any, start: NamedTensors, changed: NamedTensors) -> None:
         """Refuses what cannot be handed on from iteration to iteration."""
@@ -141,20 +142,14 @@ class Updating(ModuleBody):
             if changed and any_batched([*params.values(), *_tree.split(x)[0], *changed.values()]):
                 raise batches_refused(min(changed))
             refuse_other_kinds(start, changed)
-            passing = [name for name, t in changed.items() if is_recorded([t]) or may_have_tangent(t)]
-        if not passing:
-            return
-        read = _kept(self.flows, self.named, lambda: flow_of(self.named, params, start, x)).read
-        for name in passing:
-            if name in read:
-                raise cut_refused(name, changed[name])
+        refuse_cut(self.named, params, start, changed, x)
 
 
 @dataclass(frozen=True, eq=False)
 class Carrying(ModuleBody):
     """A body of `plg.scan`, whose carry is the buffers."""
 
-    flows: dict[Flags, Flow] = field(default_factory=dict)
+    latest: dict[Flags, frozenset[str]] = field(default_factory=dict)  # for the compiled steps of a loop
 
     def __call__(self, params: NamedTensors, buffers: NamedTensors, x: Any) -> tuple[NamedTensors, Any]:
         live = self._flowing(params, buffers, x)
@@ -166,8 +161,8 @@ class Carrying(ModuleBody):
             if name not in live and is_recorded([t]):
                 raise ImpureBodyError(
                     f"the buffer {name!r} ({_tree.describe(t)}) depends on params or x{_effects.when()}, but did not "
-                    f"in the first call of the module, so that its gradient would be cut. .detach() what is assigned "
-                    f"to it, or let it depend on them in every call"
+                    f"when this loop first called the module so, and its gradient would be cut. .detach() what is "
+                    f"assigned to it, or let it depend on them in every call"
                 )
         return after, y
 
@@ -175,16 +170,11 @@ class Carrying(ModuleBody):
         """The buffers that pass gradient on."""
         floats = frozenset(n for n, t in buffers.items() if _tree.is_differentiable(t)) - self.named.norms
         if torch.compiler.is_compiling():
-            known = self.flows.get(self.named.flags)
-            return floats if known is None else known.set_from_inputs & floats
-        if not floats or (active_levels() == 0 and not torch.is_grad_enabled()):
+            return self.latest.get(self.named.flags, floats) & floats
+        if not floats or not (active_levels() or torch.is_grad_enabled() or in_dual_level()):
             return frozenset()
-        return _kept(self.flows, self.named, lambda: flow_of(self.named, params, buffers, x)).set_from_inputs & floats
-
-
-def _kept(flows: dict[Flags, Flow], named: Named, find: Callable[[], Flow]) -> Flow:
-    """What was found once for a module with these layers in train mode."""
-    key = named.flags
-    if key not in flows:
-        flows[key] = find()
-    return flows[key]
+        notes, key = _effects.notes(), ("carried", id(self.named.module))
+        known: frozenset[str] = notes.get(key, frozenset())  # another call in the same step may set what this one reads
+        live = known_flow(self.named, params, buffers, x, known).set_from_inputs & floats
+        notes[key] = self.latest[self.named.flags] = live
+        return live

@@ -12,8 +12,9 @@ from torch import Tensor
 from pure_loopgrad import _tree
 from pure_loopgrad._ambient import Ambient
 from pure_loopgrad._constants import Constants
+from pure_loopgrad._dual_level import in_dual_level
 from pure_loopgrad._effects import Effects, enclosing, recomputing, rehearsal
-from pure_loopgrad._levels import active_levels, draws_for_nobody
+from pure_loopgrad._levels import active_levels, draws_for_nobody, is_wrapped
 from pure_loopgrad._progress import Progress
 from pure_loopgrad._purity import FirstSight, foreign_draws_refused
 from pure_loopgrad._rng import Sources, left_alone, moved
@@ -35,6 +36,7 @@ class Trace:
     compile: Compile
     save: Save
     n: int  # iterations of the whole loop, for messages
+    needed: bool  # whether something that was given needs a gradient or a tangent, or may
     outputs: _tree.Skeleton | None = None
     shapes: list[Meta] = field(default_factory=list)  # of one iteration's outputs
     constants: Constants = field(default_factory=Constants)
@@ -43,6 +45,7 @@ class Trace:
     settled: bool = False  # whether the ambient settings are in force around the pass that runs now
     iterations: range = range(0)  # the chunk that runs now
     watching: bool = False  # whether every iteration of the first pass is watched, as the body leads to what needs it
+    makes_leaves: bool = False  # whether the body calls requires_grad_
     comparing: bool = False  # whether the operations that run now are ours, on what the body has returned
     foreign: set[int] = field(default_factory=set)  # where the constants are that the body may return; see `own`
     sight: FirstSight = field(default_factory=FirstSight)
@@ -54,9 +57,9 @@ class Trace:
         leaves = (leaf for skeleton in skeletons for leaf in skeleton.static)
         sources = Sources.of(tensors, leaves, run.generators)
         ambient, debug = Ambient.capture(sources.devices), run.nonfinite == "raise"
-        trace = cls(
-            sources, ambient, torch.is_grad_enabled(), run.check, debug, reports_of(run), run.compile, run.save, n
-        )
+        grad_mode, reports = torch.is_grad_enabled(), reports_of(run)
+        needed = in_dual_level() or any(t.requires_grad or is_wrapped(t) for t in tensors)
+        trace = cls(sources, ambient, grad_mode, run.check, debug, reports, run.compile, run.save, n, needed)
         for outer in enclosing():
             trace.constants.inherit(outer.constants)
         return trace
@@ -64,7 +67,7 @@ class Trace:
     @property
     def trains(self) -> bool:
         """Whether a gradient may be asked for."""
-        return self.grad_mode or self.differentiates
+        return (self.grad_mode and self.needed) or self.differentiates
 
     @property
     def checking(self) -> bool:

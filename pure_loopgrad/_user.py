@@ -17,7 +17,10 @@ from pure_loopgrad import _tree
 from pure_loopgrad._capture import Watch, refuse_captured, refuse_captured_later, refuse_misplaced
 from pure_loopgrad._constants import Unwrapping, reaches_generator
 from pure_loopgrad._effects import recomputing, repeating, where
+from pure_loopgrad._levels import active_levels
 from pure_loopgrad._nonfinite import check_outputs
+from pure_loopgrad._own_leaves import REMEDY as OWN_GRADIENT
+from pure_loopgrad._own_leaves import OwnLeaves, asks_for_grad
 from pure_loopgrad._purity import REMEDY
 from pure_loopgrad._rng import moved
 from pure_loopgrad._shapes import Meta, address
@@ -144,12 +147,17 @@ class UserBody:
         if trace.outputs is None:
             found = reaches_generator(self.fn, {*map(id, trace.sources.given)})
             trace.watching = found or not trace.constants.lacks_nothing
+        before = None if trace.trains else trace.sources.state()
         with Watch(self.fn, tensors, trace.sources.given) as watch:
             out = self._call(tensors)
             leaves = _tree.split(out)[0]
             refuse_captured(watch, tensors, leaves)
             # while the watch knows what was made
             strangers, kept = list(watch.strangers(leaves)), watch.kept(leaves)
+        trace.makes_leaves = trace.makes_leaves or watch.makes_leaves
+        if watch.slows_attention and before is not None and not trace.effects.found:
+            trace.sources.restore(before)
+            out = self._call(tensors)
         if trace.checking and trace.grad_mode:
             trace.sight.kept[trace.iterations.start] = kept
             trace.foreign.update(address(torch.func.debug_unwrap(t)) for t in strangers)
@@ -167,7 +175,8 @@ class UserBody:
 
     def _call(self, tensors: Tensors) -> Any:
         constants = self.trace.constants
-        with Unwrapping(constants) if constants.plain else NOTHING:
+        unwrapping = Unwrapping(constants) if constants.plain else NOTHING
+        with unwrapping, OwnLeaves() if self.trace.makes_leaves and active_levels() > 0 else NOTHING:
             return self.fn(*self._arguments(tensors))
 
     def _note_situation(self, error: Exception, tensors: Tensors) -> None:
@@ -182,6 +191,8 @@ class UserBody:
         add_note(error, f"raised by the body in {when}, where {given or 'nothing is given'}")
         if "register a hook" in str(error):
             add_note(error, "a first pass records no graph. Register the hook where h.requires_grad, in a later pass")
+        if active_levels() > 0 and (self.trace.makes_leaves or asks_for_grad(error)):
+            add_note(error, OWN_GRADIENT)
 
     def input_paths(self) -> list[str]:
         """The path of each tensor that the body is given."""

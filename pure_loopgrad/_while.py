@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pure_loopgrad import _run, _tree
+from pure_loopgrad import _effects, _run, _tree
 from pure_loopgrad._eager import eager
 from pure_loopgrad._levels import is_recorded
 from pure_loopgrad._rng import Sources, moved
@@ -104,7 +104,7 @@ def while_loop(
         The last carry.
 
     Raises:
-        ImpureBodyError: the condition draws random numbers, and a gradient is asked for.
+        ImpureBodyError: the condition draws random numbers, or updates a module's buffers, and a gradient is asked for.
         LoopTypeError: the condition is no single bool.
         LoopValueError: the condition depends on what `torch.vmap` batches, so that the number of steps differs.
         LoopGradError: see `scan`.
@@ -128,17 +128,20 @@ def while_loop(
         return _run_while(cond, body, params, init, max_steps)[0]
     sources = Sources.of(tensors, skeleton.static, _run.current(run).generators)
     with unnoticed(sources):  # the second run draws what this one draws
-        _, n = _run_while(_drawing_nothing(cond, sources), body, params, init, max_steps)
+        _, n = _run_while(_pure(cond, sources), body, params, init, max_steps)
     carry, _ = scan(_CarryOnly(body), params, init, None, length=n, checkpoints=checkpoints, run=run)
     return carry
 
 
-def _drawing_nothing(cond: Callable[[Any, Any], Any], sources: Sources) -> Callable[[Any, Any], Any]:
-    """The condition, which the second run does not ask again, so that the body would draw other numbers there."""
+def _pure(cond: Callable[[Any, Any], Any], sources: Sources) -> Callable[[Any, Any], Any]:
+    """The condition, which the second run does not ask again, so that the body would draw other numbers there, and find
+    other buffers.
+    """
 
     def checked(params: Any, carry: Any) -> Any:
         before = sources.state()
-        answer = cond(params, carry)
+        with _effects.asking(_updating_refused):
+            answer = cond(params, carry)
         if moved(before, sources.state()):
             raise ImpureBodyError(
                 "the condition of a while_loop draws random numbers, and a recomputation does not ask it again. Draw "
@@ -149,14 +152,27 @@ def _drawing_nothing(cond: Callable[[Any, Any], Any], sources: Sources) -> Calla
     return checked
 
 
+def _updating_refused(name: str) -> ImpureBodyError:
+    return ImpureBodyError(
+        f"the condition of a while_loop calls a module that updates its buffer {name!r}, and a recomputation does not "
+        f"ask the condition again. Use from_module(..., buffers='frozen') or module.eval() in the condition, or call "
+        f"the module in the body, and carry what decides"
+    )
+
+
 def _run_while(
     cond: Callable[[Any, Any], Any], body: Callable[[Any, Any], Any], params: Any, carry: Any, max_steps: int | None
 ) -> tuple[Any, int]:
     n = 0
-    while (max_steps is None or n < max_steps) and _holds(cond(params, carry)):
+    while (max_steps is None or n < max_steps) and _asked(cond, params, carry):
         carry = body(params, carry)
         n += 1
     return carry, n
+
+
+def _asked(cond: Callable[[Any, Any], Any], params: Any, carry: Any) -> bool:
+    with _effects.asking():
+        return _holds(cond(params, carry))
 
 
 def _holds(condition: Any) -> bool:

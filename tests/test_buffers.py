@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import pure_loopgrad as plg
+from pure_loopgrad.errors import ImpureBodyError
 from pure_loopgrad.testing import assert_close
 
 XS = torch.randn(5, 8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -106,6 +107,128 @@ def nested(net):
     outer = lambda p, xs: plg.map(body, p, xs)
     plg.map(outer, params, XS[:, None]).square().sum().backward()
     return [p.grad for p in net.parameters()]
+
+
+class Patience(nn.Module):
+    """A score, and a buffer that counts how often it was asked for where `counting` is set."""
+
+    def __init__(self, counting):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+        self.register_buffer("asked", torch.zeros((), dtype=torch.float64))
+        self.counting = counting
+
+    def forward(self, x):
+        if self.counting:
+            self.asked = self.asked + 1
+        return self.w * x + self.asked
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_condition_that_updates_buffers_is_refused_where_a_gradient_is_asked_for(training):
+    net = Patience(counting=True).train(training)
+    body, params = plg.from_module(net)
+    cond, step = lambda p, c: body(p, c) < 7, lambda p, c: c + p["w"]
+    start = torch.tensor(1.0, dtype=torch.float64)
+    with pytest.raises(ImpureBodyError, match=r"condition.*'asked'.*'frozen'.*carry what decides"):
+        plg.while_loop(cond, step, params, start)
+    assert net.asked == 0
+    with torch.no_grad():
+        found = plg.while_loop(cond, step, params, start)
+        ref, c = Patience(counting=True), start
+        while ref(c) < 7:
+            c = c + ref.w
+    assert_close((found, net.asked), (c, ref.asked))
+
+
+@pytest.mark.parametrize("buffers", ["update", "frozen"])
+def test_a_condition_that_calls_a_module_and_updates_nothing(buffers):
+    net = Patience(counting=buffers == "frozen")
+    body, params = plg.from_module(net, buffers=buffers)
+    start = torch.tensor(1.0, dtype=torch.float64)
+    found = plg.while_loop(lambda p, c: body(p, c) < 3, lambda p, c: c + body(p, c), params, start)
+    more, c = float(net.counting), start
+    while net.w * c + more < 3:
+        c = c + net.w * c + more
+    assert_close([found, torch.autograd.grad(found, net.w)[0]], [c, torch.autograd.grad(c, net.w)[0]])
+
+
+class Growing(nn.Module):
+    """Grows what it is given by a buffer that grows itself, where `growing` is set; else it looks what is left."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+        self.register_buffer("h", torch.tensor(1.0, dtype=torch.float64))
+        self.growing = True
+
+    def forward(self, x):
+        if not self.growing:
+            return 20 - x - self.h
+        self.h = self.h + 1
+        return x + self.w * self.h
+
+
+@pytest.mark.parametrize("check", ["first", "off"])
+@pytest.mark.parametrize("checkpoints", ["all", "sqrt", 1, 2])
+def test_steps_that_call_a_module_twice(checkpoints, check):
+    net, ref = Growing(), Growing()
+    body, params = plg.from_module(net)
+    xs = torch.tensor([0.1, 5.0, 1.0, -2.0, 0.7], dtype=torch.float64)
+    step = lambda p, c, x: (c, body(p, body(p, x)) * x)
+    run = plg.Run(check=check)
+    found = plg.scan(step, params, torch.zeros(()), xs, checkpoints=checkpoints, run=run)[1]
+    expected = torch.stack([ref(ref(x)) * x for x in xs])
+    assert_close(torch.autograd.grad(found.square().sum(), net.w), torch.autograd.grad(expected.square().sum(), ref.w))
+    assert_close(net.h, ref.h)
+
+
+@pytest.mark.parametrize("way", [plg.map, "vjp", "scan"])
+@pytest.mark.parametrize("asks", ["nobody", "itself", "another"])
+def test_a_while_loop_in_the_body_of_another_loop(asks, way):
+    """The outer recomputation counts steps from the buffers that the first pass found, and skips what was asked."""
+    starts = torch.tensor([0.1, 5.0, 1.0], dtype=torch.float64)
+    net, ref, other = Growing(), Growing(), Growing()
+    other.growing = False
+
+    def asked(grow, ask, c):
+        if asks == "nobody":
+            return c < 15
+        if asks == "another":
+            return ask(c) > 0
+        return grow(c, growing=False) > 0
+
+    def called(module, call):
+        def with_setting(c, *, growing=True):
+            module.growing = growing
+            return call(c)
+
+        return with_setting
+
+    (body, params), (look, others) = plg.from_module(net), plg.from_module(other)
+    ask = lambda c: look({"w": others["w"].detach()}, c)
+
+    def iteration(p, x):
+        cond = lambda p, c: asked(called(net, lambda c: body(p, c)), ask, c)
+        return plg.while_loop(cond, lambda p, c: called(net, lambda c: body(p, c))(c), p, x)
+
+    if way == "vjp":
+        ys, pullback = plg.vjp(iteration, params, starts)
+        found = pullback(2 * ys)[0]["w"]
+    else:
+        through = lambda: plg.scan(lambda p, c, x: (c, iteration(p, x)), params, torch.zeros(()), starts)[1]
+        ys = through() if way == "scan" else way(iteration, params, starts)
+        (found,) = torch.autograd.grad(ys.square().sum(), net.w)
+    expected = []
+    for x in starts:
+        c = x
+        while asked(called(ref, ref), other, c):
+            c = called(ref, ref)(c)
+        expected.append(c)
+    expected = torch.stack(expected)
+    assert_close(ys.detach(), expected.detach())
+    assert_close([found], torch.autograd.grad(expected.square().sum(), ref.w))
+    assert_close(net.h, ref.h)
 
 
 WAYS = [by_map, by_value_and_grad, by_one_pass, by_func_grad, by_checkpoint, by_scan, by_while_loop, nested]

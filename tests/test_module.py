@@ -108,3 +108,31 @@ def test_attention_takes_the_same_way_in_every_pass(name):
         ours = torch.autograd.grad(loss(None, ys), list(params.values()))
     torch.testing.assert_close(list(ours), list(expected), rtol=1e-9, atol=1e-12)
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+@pytest.mark.parametrize("check", ["first", "all", "off"])
+@pytest.mark.parametrize("trained", ["nothing", "x", "value_and_grad"])
+def test_attention_takes_the_way_of_the_plain_loop_where_nothing_is_trained(trained, check):
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0, dtype=torch.float64)
+    net = torch.nn.TransformerEncoder(layer, 2).eval().requires_grad_(False)
+    xs, padded = torch.randn(3, 2, 5, 8, dtype=torch.float64), torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, 1]]).bool()
+    body = lambda p, x: torch.func.functional_call(net, p, (x,), {"src_key_padding_mask": padded})
+    params = dict(net.named_parameters())
+    xs.requires_grad_(trained == "x")
+    if trained == "value_and_grad":
+        plain_params = {k: t.detach().requires_grad_() for k, t in params.items()}
+        plain = sum(body(plain_params, x).square().sum() for x in xs)
+        expected = torch.autograd.grad(plain, list(plain_params.values()))
+        f = plg.value_and_grad(lambda p, x: body(p, x).square().sum(), reduce="sum", run=plg.Run(check=check))
+        ours, found = f(params, xs)
+        torch.testing.assert_close(list(found.values()), list(expected), rtol=1e-9, atol=1e-12)
+    else:
+        ours, plain = plg.map(body, params, xs, run=plg.Run(check=check)), torch.stack([body(params, x) for x in xs])
+        carried = plg.scan(lambda p, c, x: (c, body(p, x)), params, xs[0], xs, run=plg.Run(check=check))[1]
+        torch.testing.assert_close(carried, plain, rtol=1e-10, atol=1e-12)
+        assert bool((plain[:, 0, 4] == 0).all()) == (trained == "nothing")
+    torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-12)
+    if trained == "x":
+        found, expected = (torch.autograd.grad(ys.square().sum(), xs)[0] for ys in (ours, plain))
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -232,6 +233,20 @@ def test_so_in_a_dual_level_where_a_body_is_called_as_it_is():
     assert_close(net.h, torch.ones(4, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("grad_mode", [True, False])
+def test_carried_buffers_pass_tangents_on_in_a_dual_level(grad_mode):
+    body, params, buffers = plg.from_stateful_module(Stateful(recurrent))
+    w = params["w"].detach()
+    with torch.set_grad_enabled(grad_mode), forward_ad.dual_level():
+        dual = forward_ad.make_dual(w, w.cos())
+        found = forward_ad.unpack_dual(plg.scan(body, {"w": dual}, buffers, XS)[1]).tangent
+        h, ys = buffers["h"], []
+        for x in XS:
+            h = torch.tanh(dual * h + x)
+            ys.append(h)
+        assert_close(found, forward_ad.unpack_dual(torch.stack(ys)).tangent)
+
+
 @pytest.mark.parametrize("save", ["nothing", "everything"])
 @pytest.mark.parametrize("step", [detached, averaged, logged, tracked, counted, counted_in_place])
 def test_a_buffer_through_which_no_gradient_flows_is_not_refused(step, save):
@@ -251,6 +266,151 @@ def test_without_a_gradient_nothing_is_refused():
     with torch.no_grad():
         assert_close(mapped(net), torch.stack([ref(x) for x in XS]))
     assert_close(net.h, ref.h)
+
+
+# settings of a module that change
+
+
+def switched(m, x):
+    """Reads h only where `m.reads`, and leaves gradient in it only where `m.passes`."""
+    y = m.w * x + (m.h if m.reads else 0)
+    h = torch.tanh(m.w * x + y)
+    m.h = h if m.passes else h.detach()
+    return y
+
+
+def switch(reads, passes):
+    net = Stateful(switched)
+    net.reads, net.passes = reads, passes
+    return net
+
+
+@pytest.mark.parametrize(("reads", "passes"), [(True, False), (False, True)])
+def test_a_cut_gradient_is_refused_once_a_setting_has_changed(reads, passes):
+    net = switch(reads, passes)
+    body, params = plg.from_module(net)
+    loss(plg.map(body, params, XS)).backward()
+    net.reads = net.passes = True
+    with pytest.raises(LoopValueError, match="from_stateful_module"):
+        loss(plg.map(body, params, XS)).backward()
+
+
+@pytest.mark.parametrize("where", ["module", "elsewhere"])
+def test_carried_buffers_pass_gradient_on_once_a_setting_has_changed(where):
+    settings = SimpleNamespace(passes=False)
+
+    def step(m, x):
+        m.passes = settings.passes if where == "elsewhere" else m.passes
+        return switched(m, x)
+
+    net, ref = switch(True, False), switch(True, False)
+    net.step = ref.step = step
+    body, params, buffers = plg.from_stateful_module(net)
+    plg.scan(body, params, buffers, XS)[1].sum().backward()
+    net.zero_grad()
+    net.passes = ref.passes = settings.passes = True
+    loss(plg.scan(body, params, buffers, XS)[1]).backward()
+    loss(torch.stack([ref(x) for x in XS])).backward()
+    assert_close(grads(net), grads(ref))
+
+
+def test_a_setting_that_the_body_changes_between_two_calls():
+    """One call sets what the other one reads."""
+
+    def both(net, call, x):
+        net.reads, net.passes = False, True
+        call(x)
+        net.reads, net.passes = True, False
+        return call(x)
+
+    net, ref = switch(False, True), switch(False, True)
+    body, params, buffers = plg.from_stateful_module(net)
+
+    def step(p, h, x):
+        def call(x):
+            nonlocal h
+            h, y = body(p, h, x)
+            return y
+
+        return h, both(net, call, x)
+
+    loss(plg.scan(step, params, buffers, XS)[1]).backward()
+    loss(torch.stack([both(ref, ref, x) for x in XS])).backward()
+    assert_close(grads(net), grads(ref))
+
+
+def test_to_look_at_a_module_leaves_its_attributes_alone():
+    def step(m, x):
+        if not getattr(m, "begun", False):
+            m.begun, m.h = True, x.detach()
+        m.h = torch.tanh(m.w * m.h + x)
+        return m.h
+
+    net, ref = Stateful(step), Stateful(step)
+    body, params, buffers = plg.from_stateful_module(net)
+    ys = plg.scan(body, params, buffers, XS)[1]
+    assert_close(ys.detach(), torch.stack([ref(x) for x in XS]).detach())
+
+
+# two calls in an iteration
+
+
+def left_then_read(m, x):
+    """Reads h or leaves gradient in it."""
+    if m.reads:
+        return m.w * x * m.h
+    m.h = torch.tanh(m.w * x)
+    return m.w * x
+
+
+@pytest.mark.parametrize("reads_first", [True, False])
+@pytest.mark.parametrize("same", [True, False])
+def test_a_gradient_cut_between_two_calls_is_refused(same, reads_first):
+    net = Stateful(left_then_read)
+    other = net if same else Stateful(left_then_read, net.h)
+    (leave, params), (read, _) = plg.from_module(net), plg.from_module(other)
+
+    def step(p, x):
+        calls = [(read, other, True), (leave, net, False)]
+        ys = []
+        for call, module, reads in calls if reads_first else reversed(calls):
+            module.reads = reads
+            ys.append(call(p, x))
+        return ys[0] + ys[1]
+
+    message = r"'h'.*reads in iteration \d was set by another call in iteration \d.*from_stateful_module"
+    with pytest.raises(LoopValueError, match=message):
+        loss(plg.map(step, params, XS)).backward()
+    with pytest.raises(LoopValueError, match=message):
+        torch.func.grad(lambda p: loss(plg.map(step, p, XS)))({"w": params["w"].detach()})
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [["leave", "read without gradient"], ["leave", "detach", "read"], ["leave", "overwrite", "read"], ["read"]],
+)
+def test_a_call_that_gets_no_gradient_from_another_one_is_not_refused(phases):
+    def step(m, x):
+        if m.phase.startswith("read"):
+            return m.w * x * m.h
+        m.h = {"leave": torch.tanh(m.w * x), "detach": m.h.detach(), "overwrite": x.detach()}[m.phase]
+        return m.w * x
+
+    def iteration(net, call, x):
+        y = 0
+        for phase in phases:
+            net.phase = phase
+            with torch.set_grad_enabled(phase != "read without gradient"):
+                out = call(x)
+            y = y + out
+        return y
+
+    net, ref = Stateful(step), Stateful(step)
+    body, params = plg.from_module(net)
+    loss(plg.map(lambda p, x: iteration(net, lambda x: body(p, x), x), params, XS)).backward()
+    loss(torch.stack([iteration(ref, ref, x) for x in XS])).backward()
+    assert_close(grads(net), grads(ref))
+    assert_close(net.h, ref.h.detach())
 
 
 # weights that torch caches

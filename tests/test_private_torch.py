@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch._functorch.eager_transforms import enable_inplace_requires_grad
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.autograd import forward_ad
@@ -248,6 +249,17 @@ def test_a_graph_that_records_operations_is_seen(pre_dispatch):
     with FunctionalTensorMode():
         assert is_traced()
     assert (seen, is_traced()) == ([True, True, False], False)
+
+
+def test_the_permission_to_make_a_leaf():
+    def inside(x):
+        with pytest.raises(RuntimeError, match=r"requires_grad_\(\)"):
+            x.detach().requires_grad_()
+        with enable_inplace_requires_grad(True):
+            assert x.detach().requires_grad_().requires_grad
+        return x.sum()
+
+    torch.func.grad(inside)(torch.ones(3))
 
 
 def test_views_are_known_and_lose_that():
