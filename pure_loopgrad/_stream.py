@@ -24,8 +24,14 @@ from pure_loopgrad._purity import refuse_changed_inputs
 from pure_loopgrad._residuals import Residuals
 from pure_loopgrad._rng import RngTape
 from pure_loopgrad._trace import Trace
+from pure_loopgrad._tracing import is_traced
 from pure_loopgrad._user import Tensors, Terms
-from pure_loopgrad.errors import LoopGradError, add_note
+from pure_loopgrad.errors import LoopGradError, LoopValueError, add_note
+
+TRACED_DRAWS = (
+    "the body draws random numbers, and a graph that records its operations (torch.func.linearize, make_fx) would draw "
+    "others in the recomputation. Use torch.func.jvp, or pass the numbers in xs"
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,8 @@ def stream(loop: Stream, consts: Tensors, xs: Tensors, outputs: Consumer) -> Non
     """Runs the chunks in order and hands each over, to be added up, stacked or folded."""
     versions = [version_of(t) for t in (*consts, *xs)]
     trace, run = loop.trace, _runner(loop)
+    if loop.tape.states and not loop.first_pass and is_traced():
+        raise LoopValueError(TRACED_DRAWS)
     random_numbers = loop.tape.recording if loop.first_pass else loop.tape.replaying
     idle = () if loop.first_pass else loop.idle
     report = trace.progress if loop.n == trace.n else None  # a part of a scan reports its steps itself

@@ -108,3 +108,10 @@ def test_linearize_a_gradient(reduce):
     f = plg.value_and_grad(body, loss, reduce=reduce, chunk_size=3)
     plain = torch.func.grad_and_value(lambda w: loss(w, each(w) if reduce == "stack" else each(w).sum(0)))
     assert_linearized(lambda w: f(w, XS)[::-1], plain)
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+def test_random_numbers_that_a_graph_cannot_replay_are_refused(around):
+    noisy = lambda w: plg.map(lambda w, x: body(w, x) * torch.rand(3, dtype=f64), w, XS)
+    with pytest.raises(plg.errors.LoopValueError, match=r"torch\.func\.jvp"):
+        linearize(around(noisy), W)
