@@ -15,7 +15,7 @@ from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
 from pure_loopgrad import _tree
-from pure_loopgrad._levels import in_forward_mode, make_dual, unpack_dual
+from pure_loopgrad._levels import below_all_levels, in_forward_mode, make_dual, unpack_dual
 
 
 def in_dual_level() -> bool:
@@ -27,8 +27,10 @@ def in_dual_level() -> bool:
 
 
 def has_tangent(t: Tensor) -> bool:
-    """Whether a plain tensor has a tangent in the level that is open, also where forward mode is off: below a loop."""
-    with forward_ad._set_fwd_grad_enabled(True):
+    """Whether a plain tensor has a tangent in the level that is open, also below a loop, where forward mode is off, and
+    inside transforms.
+    """
+    with below_all_levels(), forward_ad._set_fwd_grad_enabled(True):
         return unpack_dual(t).tangent is not None
 
 

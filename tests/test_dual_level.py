@@ -97,3 +97,20 @@ def test_weights_with_a_tangent(chunk_size):
         lambda w: plg.mean(body, w, XS, weights=weights(w), chunk_size=chunk_size),
         lambda w: weights(w) @ each(w) / weights(w).sum(),
     )
+
+
+CAPTURING = {
+    "map": lambda w: plg.map(lambda p, x: w * x + p, V, XS),
+    "chunks": lambda w: plg.map(lambda p, x: w * x + p, V, XS, chunk_size=3),
+    "scan": lambda w: plg.scan(lambda p, c, x: (c * w + x, c), V, V, XS)[1],
+    "checkpoint": lambda w: plg.checkpoint(lambda p: w * p)(V),
+    "loss": lambda w: plg.value_and_grad(body, lambda p, y: (y * w).sum())(V, XS),
+}
+
+
+@pytest.mark.parametrize("recording", [True, False])
+@pytest.mark.parametrize("loop", CAPTURING.values(), ids=CAPTURING)
+def test_a_captured_tensor_with_a_tangent_is_refused(loop, recording):
+    refused = pytest.raises(plg.errors.CapturedTensorError, match="w ")
+    with forward_ad.dual_level(), torch.set_grad_enabled(recording), refused:
+        loop(forward_ad.make_dual(W, V))
