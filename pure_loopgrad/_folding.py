@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from pure_loopgrad import _tree
+from pure_loopgrad._accumulate import may_grow_in_place
 from pure_loopgrad._body import accumulation_dtype
-from pure_loopgrad._levels import active_levels
+from pure_loopgrad._levels import active_levels, in_forward_mode
 from pure_loopgrad._tree import PyTree
 from pure_loopgrad.errors import LoopValueError
 
@@ -40,7 +41,7 @@ class Fold:
 
 def in_place() -> bool:
     """Whether a fold's state may be changed in place: no transform and no graph owns it."""
-    return active_levels() == 0 and not torch.is_grad_enabled()
+    return may_grow_in_place() and not torch.is_grad_enabled() and not in_forward_mode()
 
 
 def added(total: Tensor, term: Tensor, factor: float = 1.0) -> Tensor:

@@ -114,3 +114,39 @@ def test_a_captured_tensor_with_a_tangent_is_refused(loop, recording):
     refused = pytest.raises(plg.errors.CapturedTensorError, match="w ")
     with forward_ad.dual_level(), torch.set_grad_enabled(recording), refused:
         loop(forward_ad.make_dual(W, V))
+
+
+FOLDS = {
+    "mean": (plg.folds.mean(), lambda g: g.mean(0)),
+    "variance": (plg.folds.variance(), lambda g: g.var(0)),
+    "norms": (plg.folds.norms(), lambda g: g.norm(dim=-1)),
+    "cosine_to_mean": (plg.folds.cosine_to_mean(), lambda g: torch.cosine_similarity(g, g.mean(0), dim=-1)),
+}
+
+
+def folded(name, chunk_size):
+    """The fold, and what it is of all gradients, as functions of w."""
+    fold, of = FOLDS[name]
+
+    def scalar(w, x):
+        return body(w, x).prod()
+
+    return (
+        lambda w: plg.fold_grads(scalar, w, XS, [fold], chunk_size=chunk_size)[0],
+        lambda w: of(torch.stack([torch.func.grad(scalar)(w, x) for x in XS])),
+    )
+
+
+@pytest.mark.parametrize("recording", [True, False])
+@pytest.mark.parametrize("chunk_size", [1, 3])
+@pytest.mark.parametrize("name", FOLDS)
+def test_folds(name, chunk_size, recording):
+    with torch.set_grad_enabled(recording):
+        assert_same_duals(*folded(name, chunk_size))
+
+
+@pytest.mark.parametrize("name", FOLDS)
+def test_folds_linearized(name):
+    f, plain = folded(name, 3)
+    push = torch.func.linearize(f, W)[1]
+    torch.testing.assert_close(push(V), jvp(plain, (W,), (V,))[1], rtol=1e-10, atol=1e-12)
