@@ -156,39 +156,30 @@ def test_a_summed_output_that_the_loss_does_not_use(plan):
     torch.testing.assert_close((value, grad), (ref.detach(), w.grad), rtol=1e-12, atol=0)
 
 
-def test_a_step_that_forgets_its_carry_and_an_x_that_only_later_steps_use():
-    """From there back, nothing has a cotangent: the first entries of xs have a gradient of zero."""
-
-    def step(p, c, x):
-        return torch.where(x[0] > 0, 1.0, 2.0) * p * x if float(x.detach()[1]) > 3 else c * x * p, None
-
-    xs = XS.clone()
-    xs[4, 1] = 5.0
-    found = []
-    for scan in (plg.scan, plain_loop):
-        w, x = W.clone().requires_grad_(), xs.clone().requires_grad_()
-        scan(step, w, torch.ones_like(W), x)[0].sum().backward()
-        found.append([w.grad, x.grad])
-    torch.testing.assert_close(*found, rtol=1e-12, atol=0)
+FORGETFUL = {
+    "its carry": lambda p, c, x: (p * x[0] if x[1] else c * x[0] * p, None),
+    "its carry and its x": lambda p, c, x: (p * (torch.ones_like(c) if x[1] else c * x[0]), None),
+}
 
 
 def plain_loop(step, w, c, xs):
-    for x in xs:
+    for x in zip(*xs, strict=True):
         c, _ = step(w, c, x)
     return c, None
 
 
-def test_steps_without_any_cotangent():
-    """A late step forgets its carry and x, and nothing before it counts."""
-
-    def step(p, c, x):
-        return p * (c * x if float(x.detach()[1]) < 3 else torch.ones_like(c)), None
-
-    xs = XS.clone()
-    xs[-2, 1] = 5.0
+@pytest.mark.parametrize("name", FORGETFUL)
+def test_steps_without_any_cotangent(name):
+    """A late step forgets what was before, so that nothing of it counts: there the gradient of xs is zero."""
+    forgets = torch.arange(N) == 4
     found = []
     for scan in (plg.scan, plain_loop):
-        w, x = W.clone().requires_grad_(), xs.clone().requires_grad_()
-        scan(step, w, torch.ones_like(W), x)[0].sum().backward()
-        found.append([w.grad, x.grad])
+
+        def value(w, xs, scan=scan):
+            return scan(FORGETFUL[name], w, torch.ones_like(w), (xs, forgets))[0].square().sum()
+
+        w, xs = W.clone().requires_grad_(), XS.clone().requires_grad_()
+        value(w, xs).backward()
+        grad = torch.func.grad(value, argnums=(0, 1))
+        found.append([w.grad, xs.grad, *torch.func.vmap(grad, (0, None))(torch.stack([W, 2 * W]), XS)])
     torch.testing.assert_close(*found, rtol=1e-12, atol=0)
