@@ -52,10 +52,7 @@ class Outputs:
             if term is not None:
                 total.add(plain(term) if total.total is None else term)
         for stack, part in zip(self.stacks, stacks, strict=True):
-            if part is None:
-                stack.gaps.append(iterations)
-            else:
-                stack.add(iterations, part if stack.started else plain(part))
+            stack.add(iterations, part if part is None or stack.started else plain(part))
 
     def leave_out(self, iterations: range) -> None:
         """Notes a chunk whose terms are zero."""
@@ -134,8 +131,11 @@ class Stack:
         """Whether something was added."""
         return self.buffer is not None or bool(self.parts)
 
-    def add(self, iterations: range, part: Tensor) -> None:
-        """Takes some entries, in any order."""
+    def add(self, iterations: range, part: Tensor | None) -> None:
+        """Takes some entries, in any order; None is zero."""
+        if part is None:
+            self.gaps.append(iterations)
+            return
         if not self.in_place:
             self.parts[iterations.start] = part
             return

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pure_loopgrad import _effects
 from pure_loopgrad._buffers import cut_refused, read_refused
 from pure_loopgrad._capture import unwatched
-from pure_loopgrad._dual_level import in_dual_level
+from pure_loopgrad._dual_level import may_be_differentiated
 from pure_loopgrad._flow import Flow, known_flow
-from pure_loopgrad._levels import active_levels, is_recorded, may_have_tangent
+from pure_loopgrad._levels import is_recorded, may_have_tangent
 from pure_loopgrad._named import Named, NamedTensors
 
 
@@ -30,7 +29,7 @@ def refuse_cut(named: Named, params: NamedTensors, start: NamedTensors, changed:
     with unwatched():
         passing = {name for name, t in changed.items() if is_recorded([t]) or may_have_tangent(t)}
     cut: dict[Hashable, tuple[Tensor, str]] = _effects.notes().setdefault("cut", {})
-    if not passing and not (cut and _differentiates()):
+    if not passing and not (cut and may_be_differentiated()):
         return
     earlier = frozenset(name for name in named.places if any(key in cut for key in _keys(named, name)))
     if not passing and not earlier:
@@ -58,7 +57,3 @@ def _keys(named: Named, name: str) -> tuple[Hashable, Hashable]:
     """What tells a buffer: its place, and the tensor there."""
     layer, attribute = named.places[name]
     return (id(layer), attribute), id(layer._buffers.get(attribute))
-
-
-def _differentiates() -> bool:
-    return torch.is_grad_enabled() or active_levels() > 0 or in_dual_level()

@@ -100,8 +100,7 @@ class VjpBody:
                 sums, stacks = base(inputs[:nc], inputs[nc:])
             outputs = [*compress(sums, self.sums), *compress(stacks, self.stacks)]
             grads = gradients(outputs, leaves, [*consts[nc:], *xs[nx:]])
-            if missing.open:
-                missing.note(grads)
+            missing.note(grads)
             return grads[:n_sums], grads[n_sums:]
 
         return pull_back

@@ -15,7 +15,7 @@ from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
 from pure_loopgrad import _tree
-from pure_loopgrad._levels import below_all_levels, in_forward_mode, make_dual, unpack_dual
+from pure_loopgrad._levels import active_levels, below_all_levels, in_forward_mode, make_dual, unpack_dual
 
 
 def in_dual_level() -> bool:
@@ -24,6 +24,11 @@ def in_dual_level() -> bool:
     Private names of torch, which has no public ones for it; tests/test_private_torch.py says so if they move.
     """
     return in_forward_mode() and eager_transforms.JVP_NESTING == 0
+
+
+def may_be_differentiated() -> bool:
+    """Whether somebody here may ask for a derivative: ordinary autograd, a transform, or a dual level."""
+    return torch.is_grad_enabled() or active_levels() > 0 or in_dual_level()
 
 
 def has_tangent(t: Tensor) -> bool:

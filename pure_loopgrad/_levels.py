@@ -43,7 +43,7 @@ def layers(t: Tensor) -> Iterator[Tensor]:
 
 def is_batched(t: Tensor) -> bool:
     """Whether the tensor is one of a batch under torch.vmap, at whatever level."""
-    return any(map(torch._C._functorch.is_batchedtensor, layers(t)))
+    return any(map(is_batched_here, layers(t)))
 
 
 def is_batched_here(t: Tensor) -> bool:
@@ -93,7 +93,7 @@ def draws_for_nobody(tensors: Sequence[Tensor]) -> str | None:
 
 
 def _is_batched_at(t: Tensor, level: int) -> bool:
-    return any(torch._C._functorch.is_batchedtensor(layer) and level_of(layer) == level for layer in layers(t))
+    return any(is_batched_here(layer) and level_of(layer) == level for layer in layers(t))
 
 
 def innermost_in_forward_mode() -> Literal["grad", "jvp"] | None:
@@ -145,7 +145,7 @@ def is_constant(t: Tensor) -> bool:
         return False
     top = retrieve_current_functorch_interpreter()
     if level_of(t) == top.level():
-        if t.requires_grad or torch._C._functorch.is_batchedtensor(t) or unpack_dual(t).tangent is not None:
+        if t.requires_grad or is_batched_here(t) or unpack_dual(t).tangent is not None:
             return False
         t = torch.func.debug_unwrap(t, recurse=False)
     with top.lower():

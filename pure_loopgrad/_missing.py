@@ -20,14 +20,9 @@ class Missing:
 
     found: set[int] | None = None  # by their places among the marked inputs; None before the first chunk
 
-    @property
-    def open(self) -> bool:
-        """Whether there may be any."""
-        return self.found is None or bool(self.found)
-
     def note(self, grads: Terms) -> None:
         """Takes the gradients of one chunk into account."""
-        if self.open:
+        if self.found is None or self.found:
             now = {i for i, g in enumerate(grads) if g is None}
             self.found = now if self.found is None else self.found & now
 

@@ -203,7 +203,7 @@ class _Backward:
         wanted = tuple(d is not None for d in given)
         if not any(mask) or not any(wanted):
             for stack in self.dxs:
-                stack.gaps.append(range(at, at + 1))
+                stack.add(range(at, at + 1), None)
             return
         segment.step.trace.iterations = range(segment.start + i, segment.start + i + 1)
         cotangents = [d for d in given if d is not None]
@@ -217,10 +217,8 @@ class _Backward:
                 total.add(g)
         self.dcarry = [next(grads) if f else None for f in self.floats]
         for stack in self.dxs:
-            if (g := next(grads)) is None:
-                stack.gaps.append(range(at, at + 1))
-            else:
-                stack.add(range(at, at + 1), g.unsqueeze(0))
+            g = next(grads)
+            stack.add(range(at, at + 1), None if g is None else g.unsqueeze(0))
         if segment.step.trace.progress is not None:
             segment.step.trace.progress(segment.step.trace.n - segment.start - i, segment.step.trace.n, "vjp")
 

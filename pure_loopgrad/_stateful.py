@@ -23,9 +23,9 @@ from pure_loopgrad._buffers import (
 )
 from pure_loopgrad._capture import unwatched
 from pure_loopgrad._cut import refuse_cut
-from pure_loopgrad._dual_level import in_dual_level
+from pure_loopgrad._dual_level import may_be_differentiated
 from pure_loopgrad._flow import known_flow
-from pure_loopgrad._levels import active_levels, is_recorded
+from pure_loopgrad._levels import is_recorded
 from pure_loopgrad._named import Named, NamedTensors
 from pure_loopgrad._training import Flags
 from pure_loopgrad.errors import ImpureBodyError
@@ -171,7 +171,7 @@ class Carrying(ModuleBody):
         floats = frozenset(n for n, t in buffers.items() if _tree.is_differentiable(t)) - self.named.norms
         if torch.compiler.is_compiling():
             return self.latest.get(self.named.flags, floats) & floats
-        if not floats or not (active_levels() or torch.is_grad_enabled() or in_dual_level()):
+        if not floats or not may_be_differentiated():
             return frozenset()
         notes, key = _effects.notes(), ("carried", id(self.named.module))
         known: frozenset[str] = notes.get(key, frozenset())  # another call in the same step may set what this one reads

@@ -147,19 +147,23 @@ class UserBody:
         if trace.outputs is None:
             found = reaches_generator(self.fn, {*map(id, trace.sources.given)})
             trace.watching = found or not trace.constants.lacks_nothing
+        return self._watched(tensors)
+
+    def _watched(self, tensors: Tensors) -> Any:
+        trace, notes = self.trace, self.trace.checking and self.trace.grad_mode
         before = None if trace.trains else trace.sources.state()
         with Watch(self.fn, tensors, trace.sources.given) as watch:
             out = self._call(tensors)
             leaves = _tree.split(out)[0]
             refuse_captured(watch, tensors, leaves)
-            # while the watch knows what was made
-            strangers, kept = list(watch.strangers(leaves)), watch.kept(leaves)
+            if notes:  # while the watch knows what was made
+                trace.sight.kept[trace.iterations.start] = watch.kept(leaves)
+                strangers = list(watch.strangers(leaves))
         trace.makes_leaves = trace.makes_leaves or watch.makes_leaves
         if watch.slows_attention and before is not None and not trace.effects.found:
             trace.sources.restore(before)
             out = self._call(tensors)
-        if trace.checking and trace.grad_mode:
-            trace.sight.kept[trace.iterations.start] = kept
+        if notes:
             trace.foreign.update(address(torch.func.debug_unwrap(t)) for t in strangers)
             trace.sight.note_captured(watch)
         return out

@@ -235,8 +235,8 @@ PLAIN = lambda body, p, xs: torch.stack([body(p, x) for x in xs])
 OURS = {"map": plg.map, "chunks": lambda body, p, xs: plg.map(body, p, xs, chunk_size=2)}
 
 
-def agree(make_body, kind, loop):
-    """Whether a loop around a body that is made inside the transform has the plain loop's derivative."""
+def assert_agrees(make_body, kind, loop):
+    """A loop around a body that is made inside the transform has the plain loop's derivative."""
     through = lambda loop: KINDS[kind](lambda w: loop(make_body(w), w, XS).square().sum())
     torch.testing.assert_close(through(OURS[loop]), through(PLAIN), rtol=1e-10, atol=1e-12)
 
@@ -281,7 +281,7 @@ MADE_INSIDE = [of_a_module, far_away, of_a_class, end_of_a_slice, given_to_a_vma
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loop", OURS)
 def test_what_is_made_inside_a_transform_is_a_constant(make_body, kind, loop):
-    agree(make_body, kind, loop)
+    assert_agrees(make_body, kind, loop)
 
 
 @pytest.mark.parametrize("kind", ["grad", "grad of grad", "hessian", "vmap of grad"])
@@ -292,7 +292,7 @@ def test_a_constant_that_is_given_to_a_gradient_inside_the_body_is_refused(kind,
         return lambda p, x: grad(lambda a: (a * p * x).tanh().sum())(points)
 
     with pytest.raises(plg.errors.CapturedTensorError, match=r"around the loop where torch takes none: points \("):
-        agree(make_body, kind, loop)
+        assert_agrees(make_body, kind, loop)
 
 
 # Dual tensors of ordinary autograd.
