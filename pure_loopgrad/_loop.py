@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pure_loopgrad import _tree
+from pure_loopgrad import _batched_grads, _tree
 from pure_loopgrad._accumulate import Outputs, with_storage
 from pure_loopgrad._batched import VmapBody, user_inputs_batched
 from pure_loopgrad._body import ChunkBody
@@ -43,6 +43,8 @@ class Loop(Stream):
 
 
 def _apply(loop: Loop, tensors: Tensors) -> tuple[Tensor, ...]:
+    if _batched_grads.any_of(tensors):
+        return _batched_grads.vmapped(lambda *inner: _apply(loop, inner), tensors)
     within = innermost_in_forward_mode()
     if within == "grad":
         return apply_at_one_level(_GradFunction, loop, tensors)

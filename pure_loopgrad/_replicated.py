@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pure_loopgrad import _tree
+from pure_loopgrad import _batched_grads, _tree
 from pure_loopgrad._channel import Channel
 from pure_loopgrad._linearise import put
 
@@ -39,6 +39,8 @@ def replicate(kind: Kind, channel: Channel, tensors: Sequence[Tensor], rows: Row
     """Applies one of the maps to some tensors, with one collective or none."""
     if not tensors:
         return []
+    if _batched_grads.any_of(tensors):
+        return list(_batched_grads.vmapped(lambda *inner: tuple(replicate(kind, channel, inner, rows)), tensors))
     return list(_Linear.apply(kind, channel, rows or Rows(), *tensors))  # type: ignore[no-untyped-call]  # torch's
 
 

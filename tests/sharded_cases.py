@@ -115,6 +115,7 @@ def derivatives(f):
         jvp(grad(f), (b,), (b,))[1],
         vmap(grad(f))(torch.stack([b, 2 * b])),
         grad(lambda b: grad(f)(b).square().sum())(b),
+        torch.autograd.functional.hessian(f, b, vectorize=True),
     )
 
 

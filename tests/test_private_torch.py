@@ -17,6 +17,9 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.overrides import TorchFunctionMode
 
 from pure_loopgrad._accumulate import same_memory, with_storage
+from pure_loopgrad._batched_grads import is_batched as is_batched_by_autograd
+from pure_loopgrad._batched_grads import level as level_of_autograd
+from pure_loopgrad._batched_grads import vmapped
 from pure_loopgrad._capture import unwatched
 from pure_loopgrad._dual_level import has_tangent, in_dual_level
 from pure_loopgrad._early_stop import Layout, NotComputed, Recording
@@ -124,6 +127,34 @@ def test_what_vmap_asks_for():
     torch.func.vmap(torch.func.grad(f))(torch.ones(2, 3))
     torch.func.jacfwd(f)(torch.ones(3))
     assert seen == [(None, "different", True), (None, "error", True), (None, None, False)]
+
+
+def test_the_batches_of_autograd():
+    """Its own vmap, not that of torch.func, which takes its place inside."""
+    seen = []
+
+    def inside(dy):
+        seen.append((level_of_autograd(), is_batched_by_autograd(dy), is_batched(dy), dy.shape))
+        return (dy.exp(),)
+
+    class Exp(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            seen.append((level_of_autograd(), is_batched_by_autograd(dy), is_batched(dy), dy.shape))
+            (dx,) = vmapped(inside, [dy])
+            seen.append((level_of_autograd(), is_batched_by_autograd(dx), is_batched(dx), dx.shape))
+            return dx
+
+    x = torch.ones(3, requires_grad=True)
+    cotangents = torch.arange(6.0).view(2, 3)
+    (dx,) = torch.autograd.grad(Exp.apply(x), x, cotangents, is_grads_batched=True)
+    torch.testing.assert_close(dx, cotangents.exp())
+    assert seen == [(1, True, False, (3,)), (0, False, True, (3,)), (1, True, False, (3,))]
+    assert level_of_autograd() == 0
 
 
 def test_a_block_that_no_mode_sees():
