@@ -18,6 +18,7 @@ from benchmarks.floors import Method, Run, Setup, floors, in_double
 
 SIZES = [32, 64]
 QUICK_SIZES = [8]
+CHUNK = 4
 Params = dict[str, Tensor]
 
 
@@ -45,6 +46,15 @@ def ours(p: Params, xs: Tensor) -> Tensor:
     return plg.mean(body, p, xs).square().mean()
 
 
+def chunk_body(p: Params, xs: Tensor) -> Tensor:
+    """A chunk of images, one after the other in the batch that the convolutions take."""
+    return body(p, xs.flatten(0, 1)).unflatten(0, xs.shape[:2])
+
+
+def ours_in_chunks(p: Params, xs: Tensor) -> Tensor:
+    return plg.mean(chunk_body, p, xs, chunk_size=CHUNK, batched=True).square().mean()
+
+
 def product(loss: Callable[[Params, Tensor], Tensor], forward: bool, setup: Setup = setup) -> Method:
     def with_n(n: int) -> Run:
         params, xs = setup(n)
@@ -68,8 +78,10 @@ METHODS: dict[str, Method] = {
     **floors(body, setup),
     "forward over reverse: plain loop": product(plain, forward=True),
     "forward over reverse: plg.mean": product(ours, forward=True),
+    f"forward over reverse: plg.mean, chunks of {CHUNK}": product(ours_in_chunks, forward=True),
     "reverse over reverse: plain loop": product(plain, forward=False),
     "reverse over reverse: plg.mean": product(ours, forward=False),
+    f"reverse over reverse: plg.mean, chunks of {CHUNK}": product(ours_in_chunks, forward=False),
 }
 
 REFERENCES: dict[str, Method] = {"": product(plain, forward=True, setup=in_double(setup))}

@@ -28,10 +28,13 @@ PAIRS = [
     ("contrastive", CHUNKS, "plg.value_and_grad, batched chunks"),
     ("contrastive", "gradient cache, chunks", "plg.value_and_grad, batched chunks"),
     ("contrastive", "gradient cache, chunks of 256", "plg.value_and_grad, batched chunks of 256"),
+    ("contrastive", "gradient cache, chunks of 256", "plg.value_and_grad, batched chunks of 256, some saved"),
     ("contrastive", "gradient cache, chunks of 256", "plg.value_and_grad, chunk_size auto"),
     ("tiny", "hand-written with torch.func", "plg.value_and_grad"),
     ("hvp", "forward over reverse: plain loop", "forward over reverse: plg.mean"),
+    ("hvp", "forward over reverse: plain loop", "forward over reverse: plg.mean, chunks of 4"),
     ("hvp", "reverse over reverse: plain loop", "reverse over reverse: plg.mean"),
+    ("hvp", "reverse over reverse: plain loop", "reverse over reverse: plg.mean, chunks of 4"),
 ]
 
 
