@@ -24,7 +24,7 @@ from pure_loopgrad._dual_level import has_tangent, in_dual_level
 from pure_loopgrad._levels import active_levels, is_wrapped, layers, level_of, needs_gradient
 from pure_loopgrad._memo import Kept, Sources, sources_of
 from pure_loopgrad._names import find_name, reachable
-from pure_loopgrad._own_leaves import make_leaf, makes_leaf
+from pure_loopgrad._own_leaves import makes_leaf
 from pure_loopgrad.errors import CapturedTensorError, ImpureBodyError
 
 Known: TypeAlias = "dict[int, weakref.ref[Tensor]]"  # by id, for as long as they live
@@ -62,9 +62,8 @@ class Watch(TorchFunctionMode):
         for t in arguments:
             if not self._is_known(t):
                 self._meet(t, func)
-        leaf = makes_leaf(func)
-        self.makes_leaves = self.makes_leaves or leaf
-        out = make_leaf(func, args, kwargs) if leaf else func(*args, **kwargs)
+        self.makes_leaves = self.makes_leaves or makes_leaf(func)
+        out = func(*args, **kwargs)
         results = list(_tree.tensors_in(out))
         self._learn(results)
         changed = arguments[:1] if func.__name__ == "__setitem__" else results

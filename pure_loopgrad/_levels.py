@@ -139,17 +139,27 @@ def is_constant(t: Tensor) -> bool:
     """Whether no transform that is active here asks for anything about the tensor: it is not batched, and has neither a
     gradient nor a tangent. What is made inside a transform belongs to it, be it a range or a mask.
     """
+    return not is_batched(t) and not has_derivative(t)
+
+
+def has_derivative(t: Tensor) -> bool:
+    """Whether a transform that is active here, or autograd, asks for the tensor's gradient, or one for its tangent."""
     if not is_wrapped(t):
-        return not t.requires_grad
+        return t.requires_grad
     if active_levels() == 0:
-        return False
+        return True  # of a transform that is over, so that nobody can say
     top = retrieve_current_functorch_interpreter()
     if level_of(t) == top.level():
-        if t.requires_grad or is_batched_here(t) or unpack_dual(t).tangent is not None:
-            return False
+        if not is_batched_here(t) and (t.requires_grad or unpack_dual(t).tangent is not None):
+            return True
         t = torch.func.debug_unwrap(t, recurse=False)
     with top.lower():
-        return is_constant(t)
+        return has_derivative(t)
+
+
+def innermost_is_vmap() -> bool:
+    """Whether the innermost transform is a vmap."""
+    return active_levels() > 0 and isinstance(retrieve_current_functorch_interpreter(), VmapInterpreter)
 
 
 def without_graph(t: Tensor) -> Tensor:

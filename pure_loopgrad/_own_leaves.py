@@ -7,12 +7,18 @@ if they move.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._functorch.eager_transforms import enable_inplace_requires_grad
 from torch.overrides import TorchFunctionMode
+
+from pure_loopgrad import _tree
+from pure_loopgrad._levels import has_derivative, innermost_is_vmap, is_batched_here
+from pure_loopgrad.errors import LoopValueError
 
 REMEDY = (
     "a second derivative, forward mode and chunk_size > 1 run the body under torch.func. Take the gradient inside the "
@@ -30,14 +36,35 @@ def makes_leaf(func: Callable[..., Any]) -> bool:
     return func is torch.Tensor.requires_grad_
 
 
-def make_leaf(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls it. A block of its own, as the next gradient that torch.autograd.grad takes ends the permission."""
-    with enable_inplace_requires_grad(True):
-        return func(*args, **kwargs)
-
-
 class OwnLeaves(TorchFunctionMode):
-    """A block under torch.func in which `requires_grad_` may be called."""
+    """A block under torch.func in which `requires_grad_` may be called, where it does what it does elsewhere.
+
+    Not in a vmap of what was `given`, whose tensors autograd does not follow. And not on what was detached because it
+    does not require grad, as torch.autograd.functional does: here that is so of what has a tangent, too.
+    """
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.given = given
+        self.cut: list[weakref.ref[Tensor]] = []
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return make_leaf(func, args, kwargs or {}) if makes_leaf(func) else func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is torch.autograd.grad and kwargs.get("is_grads_batched"):
+            raise LoopValueError(f"the body asks for a batch of gradients (is_grads_batched, vectorize), but {REMEDY}")
+        if makes_leaf(func):
+            return self._make_leaf(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if func is torch.Tensor.detach and not args[0].requires_grad and has_derivative(args[0]):
+            self.cut.append(weakref.ref(out))
+        return out
+
+    def _make_leaf(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if any(ref() is args[0] for ref in self.cut):
+            raise LoopValueError(
+                f"the body makes a leaf of a detached tensor ({_tree.describe(args[0])}) with a derivative, "
+                f"as torch.autograd.functional does where nothing requires grad, but {REMEDY}"
+            )
+        batched = innermost_is_vmap() and any(map(is_batched_here, self.given))
+        with enable_inplace_requires_grad(not batched):  # here, as each gradient that is taken inside ends it
+            return func(*args, **kwargs)

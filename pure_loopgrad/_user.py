@@ -152,7 +152,7 @@ class UserBody:
     def _watched(self, tensors: Tensors) -> Any:
         trace, notes = self.trace, self.trace.checking and self.trace.grad_mode
         before = None if trace.trains else trace.sources.state()
-        with Watch(self.fn, tensors, trace.sources.given) as watch:
+        with Watch(self.fn, tensors, trace.sources.given) as watch, OwnLeaves(tensors) if active_levels() else NOTHING:
             out = self._call(tensors)
             leaves = _tree.split(out)[0]
             refuse_captured(watch, tensors, leaves)
@@ -180,7 +180,7 @@ class UserBody:
     def _call(self, tensors: Tensors) -> Any:
         constants = self.trace.constants
         unwrapping = Unwrapping(constants) if constants.plain else NOTHING
-        with unwrapping, OwnLeaves() if self.trace.makes_leaves and active_levels() > 0 else NOTHING:
+        with unwrapping, OwnLeaves(tensors) if self.trace.makes_leaves and active_levels() else NOTHING:
             return self.fn(*self._arguments(tensors))
 
     def _note_situation(self, error: Exception, tensors: Tensors) -> None:
