@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pure_loopgrad._body import accumulation_dtype
-from pure_loopgrad._levels import active_levels
+from pure_loopgrad._levels import active_levels, is_wrapped
 from pure_loopgrad._shapes import address, is_fake
 from pure_loopgrad._tracing import is_traced
 from pure_loopgrad._user import Tensors, Terms
@@ -211,3 +211,10 @@ def plain(t: Tensor) -> Tensor:
 def with_storage(t: Tensor) -> Tensor:
     """A tangent that torch knows to be zero has no storage (and no public name): it becomes an ordinary tensor."""
     return torch.zeros(t.shape, dtype=t.dtype, device=t.device) if t._is_zerotensor() else t
+
+
+def recordable(t: Tensor) -> Tensor:
+    """A tensor that was made in inference mode as one of which a graph may be recorded, with the same data."""
+    if not t.is_inference() or torch.is_inference_mode_enabled() or is_wrapped(t):
+        return t
+    return same_memory(t) if t.layout is torch.strided and not (t.is_conj() or t.is_neg()) else t.clone()

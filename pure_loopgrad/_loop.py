@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pure_loopgrad import _batched_grads, _tree
-from pure_loopgrad._accumulate import Outputs, with_storage
+from pure_loopgrad._accumulate import Outputs, recordable, with_storage
 from pure_loopgrad._batched import VmapBody, user_inputs_batched
 from pure_loopgrad._body import ChunkBody
 from pure_loopgrad._derived import DualBody, JvpBody, VjpBody
@@ -72,7 +72,7 @@ class _LoopFunction(torch.autograd.Function):
     @staticmethod
     def forward(loop: Loop, *inputs: Tensor) -> tuple[Tensor, ...]:
         # below all functorch levels here; without detach, live parameters would record a graph beside ours
-        inputs = tuple(with_storage(t.detach()) for t in inputs)
+        inputs = tuple(recordable(with_storage(t.detach())) for t in inputs)
         sums, stacks = _run(loop, inputs[: loop.n_consts], inputs[loop.n_consts :])
         return (*sums, *stacks)
 

@@ -21,7 +21,7 @@ from pure_loopgrad._modes import compiled_run_eagerly
 from pure_loopgrad._reduce import Body, Options, prepare
 from pure_loopgrad._rng import Sources, left_alone, with_globals
 from pure_loopgrad._run import Run, current
-from pure_loopgrad._shapes import without_data
+from pure_loopgrad._shapes import fake, without_data
 from pure_loopgrad._tree import PyTree
 from pure_loopgrad.errors import ShapeInferenceError
 
@@ -63,8 +63,8 @@ class Subject:
         x_tensors, x_skeleton = _tree.split(self.xs)
         try:
             with left_alone(Sources.of([], (), self.generators)), compiled_run_eagerly(), without_data() as mode:
-                params = skeleton.fill([mode.from_tensor(t.detach()) for t in tensors])
-                one = [mode.from_tensor(x) for x in x_tensors]
+                params = skeleton.fill([fake(mode, t).detach() for t in tensors])
+                one = [fake(mode, x) for x in x_tensors]
                 return run(params, lambda n: x_skeleton.fill([x.new_empty((n, *x.shape[1:])) for x in one]))
         except RuntimeError as error:
             raise ShapeInferenceError(

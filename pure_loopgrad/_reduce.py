@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from pure_loopgrad import _run, _tree
-from pure_loopgrad._body import Chunk, ChunkSize, Randomness, check_chunk_size
+from pure_loopgrad._body import Chunk, ChunkSize, Randomness, accumulation_dtype, check_chunk_size
 from pure_loopgrad._levels import active_levels, is_wrapped, unpack_dual
 from pure_loopgrad._loop import Loop
 from pure_loopgrad._residuals import Residuals
+from pure_loopgrad._shapes import is_fake
 from pure_loopgrad._trace import Trace, first_pass_checked
 from pure_loopgrad._tracing import is_traced
 from pure_loopgrad._tree import PyTree
@@ -173,7 +174,9 @@ def _weighed(
     if partial and asked:
         raise LoopValueError("the weights of a mean over ranks are constants: pass weights.detach()")
     if asked or is_traced():
-        return [*xs, w], w.sum(), None
+        summed = w.to(accumulation_dtype(w.dtype)).sum()
+        _check_totals(summed)
+        return [*xs, w], summed, None
     total = w.sum(dtype=torch.float64).item()
     if not partial:
         checked_total(total)
@@ -187,6 +190,13 @@ def _spread(grads: Tensor, kept: Tensor) -> Tensor:
     """The gradients of some iterations among zeros for the others."""
     places = kept.nonzero().squeeze(1)
     return grads.new_zeros((kept.shape[0], *grads.shape[1:])).index_copy(0, places, grads)
+
+
+def _check_totals(total: Tensor) -> None:
+    """The same of a tensor of some transform, which may be a batch, where there are values."""
+    if not (is_traced() or is_fake(total)):
+        for value in torch.func.debug_unwrap(total).detach().flatten().tolist():
+            checked_total(value)
 
 
 def checked_total(total: float) -> float:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from pure_loopgrad import _effects
+from pure_loopgrad._levels import below_all_levels, is_wrapped, needs_gradient
 from pure_loopgrad._tree import describe
 from pure_loopgrad.errors import LoopGradError, ShapeInferenceError
 
@@ -61,8 +62,8 @@ def run_on_fakes(body: Callable[..., Any], shared: Sequence[Tensor], xs: Sequenc
     """
     try:
         with without_data() as mode:
-            fakes = [mode.from_tensor(t) for t in shared]
-            body(*fakes, *(mode.from_tensor(x).new_empty(x.shape[1:]) for x in xs))
+            fakes = [fake(mode, t) for t in shared]
+            body(*fakes, *(fake(mode, x).new_empty(x.shape[1:]) for x in xs))
     except LoopGradError:
         raise
     except Exception as error:
@@ -71,6 +72,17 @@ def run_on_fakes(body: Callable[..., Any], shared: Sequence[Tensor], xs: Sequenc
             f"the loop has no iterations (xs: {seen}), and the shapes of its outputs could not be found without data: "
             f"the body raised {type(error).__name__}: {error}. Handle n = 0 before the call"
         ) from error
+
+
+def fake(mode: FakeTensorMode, t: Tensor) -> Tensor:
+    """One that looks like another; for a tensor of a torch.func transform, which torch cannot turn into a fake one, a
+    plain one of the shape that is seen inside.
+    """
+    if not is_wrapped(t):
+        return mode.from_tensor(t)
+    shape, strides, recorded = t.shape, t.stride(), needs_gradient(t)
+    with below_all_levels():
+        return torch.empty_strided(shape, strides, dtype=t.dtype, device=t.device, requires_grad=recorded)
 
 
 def address(t: Tensor) -> int:

@@ -7,17 +7,17 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias
 
 import optree
 import torch
 from torch import Tensor
 
+from pure_loopgrad._nodes import NAMESPACE, children_of, register_dataclass, register_mapping, register_torch_node
 from pure_loopgrad._template import Slot, Template
 from pure_loopgrad.errors import LoopTypeError, LoopValueError
 
 PyTree: TypeAlias = Any
-NAMESPACE = "pure_loopgrad"
 
 # optree's stub for its type registry is private, so the treespec is typed by its public name
 TreeSpec: TypeAlias = optree.PyTreeSpec
@@ -82,13 +82,16 @@ _HOLE = _Hole()
 
 
 def flatten(tree: PyTree) -> tuple[list[Any], TreeSpec]:
-    """Flattens a pytree; a dataclass that is met for the first time becomes a node of its fields."""
+    """Flattens a pytree; a dataclass that is met for the first time becomes a node of its fields, and a class that is
+    a node for torch one for us.
+    """
     leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
-    unknown = {type(leaf) for leaf in leaves if not isinstance(leaf, Tensor) and _is_plain_dataclass(leaf)}
+    others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+    unknown = {type(leaf): make for leaf in others if (make := _registration(leaf)) is not None}
     if not unknown:
         return leaves, spec
-    for cls in unknown:
-        (_register_mapping if issubclass(cls, (dict, list, tuple)) else _register_dataclass)(cls)
+    for cls, make in unknown.items():
+        make(cls)
     return flatten(tree)
 
 
@@ -196,52 +199,20 @@ def describe(t: HasShape) -> str:
     return f"shape {tuple(t.shape)} and dtype {t.dtype}"
 
 
-def _is_plain_dataclass(leaf: Any) -> bool:
-    """A dataclass instance with a tensor somewhere in it; one without (a config) stays a leaf."""
-    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
-        return False
-    return any(isinstance(v, Tensor) for v in flatten([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])[0])
-
-
-def _register_dataclass(cls: type) -> None:
-    """Makes a dataclass a pytree node in this library's own namespace; other users of optree do not see it."""
-    names = tuple(f.name for f in dataclasses.fields(cls))
-
-    def take_apart(obj: Any) -> tuple[tuple[Any, ...], None, tuple[str, ...]]:
-        return tuple(getattr(obj, name) for name in names), None, names
-
-    def put_together(_: Any, children: Any) -> Any:
-        obj: Any = object.__new__(cls)  # not __init__: a __post_init__ may refuse None or do work twice
-        for name, child in zip(names, children, strict=True):
-            object.__setattr__(obj, name, child)
-        return obj
-
-    optree.register_pytree_node(cls, take_apart, put_together, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE)
-
-
-def _register_mapping(cls: type) -> None:
-    """Makes a dataclass that is a dict as well a node of its items, which must be its fields: an output of
-    transformers.
+def _registration(leaf: Any) -> Callable[[type], None] | None:
+    """How the class of a leaf is made a node: a dataclass, or one that torch knows, with a tensor somewhere in it; one
+    without (a config) stays a leaf.
     """
-    if not issubclass(cls, dict):
-        raise LoopTypeError(f"{cls.__name__} is a dataclass and a sequence; use one that is a dataclass alone")
-    names = tuple(f.name for f in dataclasses.fields(cast(Any, cls)))
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        if not _holds_tensor([getattr(leaf, f.name) for f in dataclasses.fields(leaf)]):
+            return None
+        return register_mapping if isinstance(leaf, (dict, list, tuple)) else register_dataclass
+    children = children_of(leaf)
+    return register_torch_node if children and _holds_tensor(children) else None
 
-    def take_apart(obj: Any) -> tuple[tuple[Any, ...], tuple[str, ...], tuple[str, ...]]:
-        if any(getattr(obj, name) is not obj.get(name) for name in names):
-            raise LoopTypeError(f"the fields of a {cls.__name__} are not its items; use a dict or a dataclass")
-        return tuple(obj.values()), tuple(obj), tuple(obj)
 
-    def put_together(keys: Any, children: Any) -> Any:
-        obj: Any = cls.__new__(cls)
-        for name in names:
-            object.__setattr__(obj, name, None)
-        for name, child in zip(keys, children, strict=True):
-            super(cls, obj).__setitem__(name, child)
-            object.__setattr__(obj, name, child)
-        return obj
-
-    optree.register_pytree_node(cls, take_apart, put_together, path_entry_type=optree.MappingEntry, namespace=NAMESPACE)
+def _holds_tensor(values: list[Any]) -> bool:
+    return any(isinstance(v, Tensor) for v in flatten(values)[0])
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -9,6 +9,7 @@ from typing import cast
 from torch import Tensor
 
 from pure_loopgrad import _run, _tree
+from pure_loopgrad._accumulate import recordable
 from pure_loopgrad._body import ChunkSize, Randomness
 from pure_loopgrad._eager import eager
 from pure_loopgrad._effects import enclosing
@@ -101,7 +102,7 @@ def prepare_without_graph(
 
 def as_constant(t: Tensor) -> Tensor:
     """A live parameter as a constant; but inside the body of another loop, which differentiates what that computes."""
-    return t if enclosing() else without_graph(t)
+    return t if enclosing() else recordable(without_graph(t))
 
 
 def not_frozen(consts: Sequence[Tensor]) -> list[bool]:

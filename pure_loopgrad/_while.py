@@ -186,6 +186,8 @@ def _holds(condition: Any) -> bool:
                 "the condition of a while_loop depends on what torch.vmap batches, so the number of steps would differ "
                 "in the batch. Let the condition hold while it holds for any, as a constant of the batch"
             ) from error
+    if str(getattr(condition, "dtype", "")) == "bool" and condition.shape == ():  # of numpy
+        return bool(condition)
     if not isinstance(condition, bool):
         raise LoopTypeError(f"the condition of a while_loop is a {type(condition).__name__}; expected one bool")
     return condition

@@ -166,6 +166,30 @@ def test_21_weights_that_do_not_add_up(weights):
         plg.mean(lambda w, x: w * x, torch.ones(()), torch.ones(2), weights=weights)
 
 
+@pytest.mark.parametrize("how", ["live", "grad", "vmap", "dual"])
+def test_21_weights_that_are_differentiated_or_batched_and_add_up_to_zero(how):
+    w, xs, zero = torch.ones(2, dtype=f64), torch.ones(3, dtype=f64), torch.tensor([1.0, -1.0, 0.0], dtype=f64)
+    mean = lambda weights: plg.mean(lambda w, x: (w * x).sum(), w, xs, weights=weights)
+    calls = {
+        "live": lambda: mean(zero.clone().requires_grad_()),
+        "grad": lambda: torch.func.grad(mean)(zero),
+        "vmap": lambda: torch.func.vmap(mean)(torch.stack([zero + 1, zero])),
+        "dual": lambda: torch.func.jvp(mean, (zero,), (zero,)),
+    }
+    with pytest.raises(ValueError, match="weights add up to 0"):
+        calls[how]()
+
+
+def test_21_differentiated_weights_in_half_precision_are_added_in_float32():
+    weights = torch.full((3000,), 1.01, dtype=torch.bfloat16)
+    weights[0] = 300.0
+    ys = torch.ones(3000)
+    given = weights.clone().requires_grad_()
+    ours = torch.autograd.grad(plg.mean(lambda p, y: y, None, ys, weights=given, chunk_size=100), given)[0]
+    assert plg.mean(lambda p, y: y, None, ys, weights=given, chunk_size=100).item() == pytest.approx(1, rel=1e-6)
+    assert ours.abs().max() < 1e-6
+
+
 @pytest.mark.parametrize("chunk_size", [1, 2, None])
 def test_22_an_iteration_that_counts_nothing(chunk_size):
     """Its masked mean is 0 / 0; by weight zero it adds exactly nothing, also to the gradient."""

@@ -68,3 +68,26 @@ def test_gradients_in_inference_mode(name, made):
         found = ours(W.clone() if made == "inside" else W)
     torch.testing.assert_close(found, right(W), rtol=1e-10, atol=1e-12)
     assert not torch.is_inference_mode_enabled()
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "auto"])
+def test_gradients_outside_of_inference_mode_of_what_was_made_inside(name):
+    """As under torch.func.grad; ordinary autograd saves no such tensor, and its checks do not see it change."""
+    ours, right = CALLS[name]
+    with torch.inference_mode():
+        made = W.clone()
+    torch.testing.assert_close(ours(made), right(W), rtol=1e-10, atol=1e-12)
+    assert made.is_inference()
+
+
+@pytest.mark.parametrize("of", [torch.clone, torch.conj, lambda t: t.imag, lambda t: t[:1].expand(6, 3)])
+def test_xs_that_were_made_in_inference_mode(of):
+    """Features of a frozen encoder."""
+    with torch.inference_mode():
+        xs = of(torch.complex(XS, XS.cos()))
+    f = lambda w, x: (w * x).sin().abs().sum()
+    value, grads = plg.value_and_grad(f, reduce="sum", argnums=(0, 1))(W, xs)
+    w, right = W.clone().requires_grad_(), of(torch.complex(XS, XS.cos())).clone().requires_grad_()
+    expected = torch.stack([f(w, x) for x in right]).sum()
+    torch.testing.assert_close(value, expected.detach())
+    torch.testing.assert_close(grads, torch.autograd.grad(expected, (w, right)), rtol=1e-10, atol=1e-12)

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import optree
 import pytest
 import torch
 
@@ -58,6 +59,33 @@ def test_a_dataclass_is_a_container_when_it_holds_tensors():
     assert_close(ys.a, plain_map(tanh, W, XS))
     grads = plg.value_and_grad(lambda p, x: tanh(p.a, x).sum(), reduce="sum")(Record(W, "w"), XS)[1]
     assert (type(grads), grads.name) == (Record, None)
+
+
+class Node:
+    """A pytree node for torch alone."""
+
+    def __init__(self, a, name):
+        self.a, self.name = a, name
+
+
+torch.utils._pytree.register_pytree_node(Node, lambda n: ([n.a], n.name), lambda values, name: Node(*values, name))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3])
+def test_what_is_a_node_for_torch_is_one(chunk_size):
+    """As a leaf that is no tensor it would have no gradient, and nobody would say so."""
+    body = lambda p, x: Node(tanh(p.a, x.a), p.name)
+    ys = plg.map(body, Node(W, "net"), Node(XS, "xs"), chunk_size=chunk_size)
+    assert ys.name == "net"
+    assert_close(ys.a, plain_map(tanh, W, XS))
+    loss = lambda p, ys: ys.a.square().sum()
+    grads = plg.value_and_grad(body, loss, chunk_size=chunk_size)(Node(W, "net"), Node(XS, "xs"))[1]
+    expected = torch.func.grad(lambda W: plain_map(tanh, W, XS).square().sum())(W)
+    assert_close(grads.a, expected)
+    through = torch.func.grad(lambda p: plg.map(body, p, Node(XS, "xs"), chunk_size=chunk_size).a.square().sum())
+    assert_close(through(Node(W, "net")).a, expected)
+    assert not optree.all_leaves([Node(W, "net")], namespace="pure_loopgrad")
+    assert optree.all_leaves([Node(W, "net")])  # elsewhere nothing has changed
 
 
 @pytest.mark.parametrize("loop", [plg.map, plg.sum, plg.mean])

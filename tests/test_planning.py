@@ -239,6 +239,17 @@ def test_auto_draws_what_chunks_of_one_draw():
     assert torch.equal(plg.map(drop, w, xs, chunk_size="auto"), ref)
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacfwd, torch.func.jacrev, torch.func.hessian])
+def test_auto_where_what_is_given_is_computed_inside_a_transform(transform):
+    w, xs = torch.randn(3), torch.randn(37, 3)
+    _throughput._found.clear()
+    body = lambda p, x: torch.sin(p * x)
+    ours = lambda w: plg.map(body, 2 * w[:3], xs * w, chunk_size="auto").square().sum()
+    plain = lambda w: torch.sin(2 * w * xs * w).square().sum()
+    assert torch.allclose(transform(ours)(w), transform(plain)(w), rtol=1e-3, atol=1e-4)
+    assert [list(sizes.values()) for sizes in _throughput._found.values()] == [[37]]
+
+
 def test_planning_touches_no_buffers():
     net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     body, params = plg.from_module(net)

@@ -36,6 +36,7 @@ from pure_loopgrad._levels import (
     level_of,
 )
 from pure_loopgrad._linearise import ENGINE, records
+from pure_loopgrad._nodes import children_of
 from pure_loopgrad._parametrize import uncached
 from pure_loopgrad._tracing import is_traced
 from pure_loopgrad.errors import ImpureBodyError
@@ -334,3 +335,8 @@ def test_the_cache_of_parametrizations():
             assert net.weight is not own
         assert net.weight is cached
     assert net.weight is not cached
+
+
+def test_nodes_of_torch():
+    assert children_of({"a": 1}) == [1]
+    assert children_of(object()) == []

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -277,6 +278,28 @@ def test_14_no_steps(plan):
     assert_close(torch.func.grad(lambda W: plg.scan(rnn, W, c, xs)[0].sum())(W), torch.zeros(2, 2, dtype=f64))
 
 
+@pytest.mark.parametrize("transform", ["grad", "jacfwd", "jacrev", "hessian", "jvp", "vmap"])
+def test_14_no_steps_where_what_is_given_is_computed_inside_a_transform(transform):
+    """Torch cannot make a fake tensor of a view or a dual tensor of a transform."""
+    w, xs = data(3), data(0, 3)
+    step = lambda p, c, x: (torch.tanh(p * c + x), x * c)
+    transforms = {
+        "jvp": lambda f: lambda w: torch.func.jvp(f, (w,), (w,)),
+        "vmap": lambda f: lambda w: torch.func.vmap(f)(torch.stack([w, 2 * w])),
+    }
+    made = transforms.get(transform) or getattr(torch.func, transform)
+
+    def ours(w):
+        carry, ys = plg.scan(step, 2 * w[:3], w.sin(), xs * w)
+        assert ys.shape == (0, 3)
+        return carry.square().sum() + ys.sum()
+
+    plain = lambda w: w.sin().square().sum()
+    assert_close(made(ours)(w), made(plain)(w))
+    until = lambda w: plg.while_loop(lambda p, c: False, lambda p, c: p * c, 2 * w[:3], w.sin()).square().sum()
+    assert_close(made(until)(w), made(plain)(w))
+
+
 def test_14_lengths():
     double = lambda p, c, x: (p * c, None)
     assert plg.scan(double, torch.tensor(2.0), torch.tensor(1.0), length=3)[0].item() == 8.0
@@ -431,6 +454,7 @@ def test_while_loop_bounds_and_refusals():
         torch.func.grad(lambda w: plg.while_loop(always, double, w, torch.tensor(1.0), max_steps=3))(w).item() == 12.0
     )
     assert plg.while_loop(lambda w, c: False, double, w, torch.tensor(1.0)).item() == 1.0
+    assert plg.while_loop(lambda w, c: np.less(c.item(), 3), double, w, torch.tensor(1.0)).item() == 4.0
     with pytest.raises(TypeError, match=r"shape \(2,\).*one bool"):
         plg.while_loop(lambda w, c: c < 1, double, w, torch.zeros(2))
     with pytest.raises(TypeError, match="is a str"):
