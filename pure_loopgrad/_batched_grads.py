@@ -18,18 +18,18 @@ from torch import Tensor
 from pure_loopgrad._dual_level import in_dual_level
 
 
-def level() -> int:
+def level_of_autograd() -> int:
     """How many of these vmaps are active here."""
     torch._C._vmapmode_increment_nesting()
     return torch._C._vmapmode_decrement_nesting()
 
 
-def any_of(tensors: Sequence[Tensor]) -> bool:
+def any_batched(tensors: Sequence[Tensor]) -> bool:
     """Whether some of these stand for a batch of that kind."""
-    return level() > 0 and any(map(is_batched, tensors))
+    return level_of_autograd() > 0 and any(map(is_batched_by_autograd, tensors))
 
 
-def is_batched(t: Tensor) -> bool:
+def is_batched_by_autograd(t: Tensor) -> bool:
     """Whether the tensor stands for a batch of that kind."""
     return bool(torch._C._functorch.is_legacy_batchedtensor(t))
 
@@ -51,8 +51,8 @@ def vmapped(fn: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor]) ->
 
     By `torch.vmap`, but one after the other in a dual level, of whose tensors that takes none.
     """
-    batched = [is_batched(t) for t in tensors]
-    here = level()
+    batched = [is_batched_by_autograd(t) for t in tensors]
+    here = level_of_autograd()
     inner = [torch._remove_batch_dim(t, here, 0, 0) if b else t for t, b in zip(tensors, batched, strict=True)]
     with _left(here):
         if in_dual_level():

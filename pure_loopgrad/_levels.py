@@ -130,6 +130,11 @@ def is_recorded(tensors: Sequence[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(map(needs_gradient, tensors))
 
 
+def is_transformed(tensors: Sequence[Tensor]) -> bool:
+    """Whether somebody here asks for more than values: a torch.func transform, forward mode, or autograd of these."""
+    return active_levels() > 0 or in_forward_mode() or is_recorded(tensors)
+
+
 def needs_gradient(t: Tensor) -> bool:
     """Whether a backward leads to the tensor, at whatever level."""
     return t.requires_grad or any(layer.requires_grad for layer in layers(t))

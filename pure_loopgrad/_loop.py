@@ -24,7 +24,7 @@ from pure_loopgrad._body import ChunkBody
 from pure_loopgrad._derived import DualBody, JvpBody, VjpBody
 from pure_loopgrad._eager import eager
 from pure_loopgrad._forward_mode import SingleLevelFunction, apply_at_one_level, below_one_level, join, part
-from pure_loopgrad._levels import active_levels, in_forward_mode, innermost_in_forward_mode, is_recorded
+from pure_loopgrad._levels import innermost_in_forward_mode, is_transformed
 from pure_loopgrad._linearise import Mask, put, records
 from pure_loopgrad._missing import Missing
 from pure_loopgrad._stream import Stream, stream
@@ -43,14 +43,14 @@ class Loop(Stream):
 
 
 def _apply(loop: Loop, tensors: Tensors) -> tuple[Tensor, ...]:
-    if _batched_grads.any_of(tensors):
+    if _batched_grads.any_batched(tensors):
         return _batched_grads.vmapped(lambda *inner: _apply(loop, inner), tensors)
     within = innermost_in_forward_mode()
     if within == "grad":
         return apply_at_one_level(_GradFunction, loop, tensors)
     if within == "jvp":
         return _apply_dual(loop, *part(tensors))
-    if active_levels() == 0 and not in_forward_mode() and not is_recorded(tensors):
+    if not is_transformed(tensors):
         with torch.no_grad():  # what `apply` does, without the fifth of a call that it takes where nothing is recorded
             return _LoopFunction.forward(loop, *tensors)
     return cast("tuple[Tensor, ...]", _LoopFunction.apply(loop, *tensors))  # type: ignore[no-untyped-call]  # so in torch

@@ -20,10 +20,11 @@ from pure_loopgrad import _tree
 from pure_loopgrad._levels import has_derivative, innermost_is_vmap, is_batched_here
 from pure_loopgrad.errors import LoopValueError
 
-REMEDY = (
+INSTEAD = (
     "a second derivative, forward mode and chunk_size > 1 run the body under torch.func. Take the gradient inside the "
-    "body by torch.func.grad, of a function of what you differentiate for, or leave plg.run(check=...) on"
+    "body by torch.func.grad, of a function of what you differentiate for"
 )
+REMEDY = f"{INSTEAD}, or leave plg.run(check=...) on"  # where nobody has seen that the body makes leaves
 
 
 def asks_for_grad(error: Exception) -> bool:
@@ -51,7 +52,7 @@ class OwnLeaves(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.autograd.grad and kwargs.get("is_grads_batched"):
-            raise LoopValueError(f"the body asks for a batch of gradients (is_grads_batched, vectorize), but {REMEDY}")
+            raise LoopValueError(f"the body asks for a batch of gradients (is_grads_batched, vectorize), but {INSTEAD}")
         if makes_leaf(func):
             return self._make_leaf(func, args, kwargs)
         out = func(*args, **kwargs)
@@ -63,7 +64,7 @@ class OwnLeaves(TorchFunctionMode):
         if any(ref() is args[0] for ref in self.cut):
             raise LoopValueError(
                 f"the body makes a leaf of a detached tensor ({_tree.describe(args[0])}) with a derivative, "
-                f"as torch.autograd.functional does where nothing requires grad, but {REMEDY}"
+                f"as torch.autograd.functional does where nothing requires grad, but {INSTEAD}"
             )
         batched = innermost_is_vmap() and any(map(is_batched_here, self.given))
         with enable_inplace_requires_grad(not batched):  # here, as each gradient that is taken inside ends it

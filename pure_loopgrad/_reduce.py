@@ -193,7 +193,7 @@ def _spread(grads: Tensor, kept: Tensor) -> Tensor:
 
 
 def _check_totals(total: Tensor) -> None:
-    """The same of a tensor of some transform, which may be a batch, where there are values."""
+    """Raises as `checked_total` does, for each of a batch of totals; not where there are no values yet."""
     if not (is_traced() or is_fake(total)):
         for value in torch.func.debug_unwrap(total).detach().flatten().tolist():
             checked_total(value)

@@ -39,7 +39,7 @@ def replicate(kind: Kind, channel: Channel, tensors: Sequence[Tensor], rows: Row
     """Applies one of the maps to some tensors, with one collective or none."""
     if not tensors:
         return []
-    if _batched_grads.any_of(tensors):
+    if _batched_grads.any_batched(tensors):
         return list(_batched_grads.vmapped(lambda *inner: tuple(replicate(kind, channel, inner, rows)), tensors))
     return list(_Linear.apply(kind, channel, rows or Rows(), *tensors))  # type: ignore[no-untyped-call]  # torch's
 

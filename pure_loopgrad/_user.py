@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar, TypeAlias
@@ -152,7 +152,8 @@ class UserBody:
     def _watched(self, tensors: Tensors) -> Any:
         trace, notes = self.trace, self.trace.checking and self.trace.grad_mode
         before = None if trace.trains else trace.sources.state()
-        with Watch(self.fn, tensors, trace.sources.given) as watch, OwnLeaves(tensors) if active_levels() else NOTHING:
+        own_leaves = self._own_leaves(tensors, not trace.makes_leaves)  # else they are permitted in any case
+        with Watch(self.fn, tensors, trace.sources.given) as watch, own_leaves:
             out = self._call(tensors)
             leaves = _tree.split(out)[0]
             refuse_captured(watch, tensors, leaves)
@@ -180,8 +181,11 @@ class UserBody:
     def _call(self, tensors: Tensors) -> Any:
         constants = self.trace.constants
         unwrapping = Unwrapping(constants) if constants.plain else NOTHING
-        with unwrapping, OwnLeaves(tensors) if self.trace.makes_leaves and active_levels() else NOTHING:
+        with unwrapping, self._own_leaves(tensors, self.trace.makes_leaves):
             return self.fn(*self._arguments(tensors))
+
+    def _own_leaves(self, tensors: Tensors, wanted: bool) -> AbstractContextManager[object]:
+        return OwnLeaves(tensors) if wanted and active_levels() > 0 else NOTHING
 
     def _note_situation(self, error: Exception, tensors: Tensors) -> None:
         """Adds to an error of the body where it was raised, and what was given."""

@@ -15,7 +15,7 @@ from pure_loopgrad import _effects, _run, _tree
 from pure_loopgrad._body import Randomness, check_chunk_size
 from pure_loopgrad._chunks import chunks
 from pure_loopgrad._grad import Argnums, check_argnums, chosen
-from pure_loopgrad._levels import active_levels, in_forward_mode, is_recorded
+from pure_loopgrad._levels import is_transformed
 from pure_loopgrad._map import map as map_
 from pure_loopgrad._moments import NoiseScale, moments, noise_scale_of
 from pure_loopgrad._reduce import Body, Options, Prepared, prepare
@@ -208,7 +208,7 @@ def grad_stats(
 def _fold_once(prepared: Prepared, folding: _Folding) -> list[Any]:
     """One pass; one that is not the first sees what the first one saw, random numbers and buffers."""
     loop = prepared.loop
-    if active_levels() > 0 or in_forward_mode() or is_recorded(prepared.inputs):
+    if is_transformed(prepared.inputs):
         _fold_by_chunks(prepared, folding)
         return folding.finish()
     checked = first_pass_checked(loop.trace, prepared.inputs) if loop.first_pass else nullcontext()

@@ -17,9 +17,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.overrides import TorchFunctionMode
 
 from pure_loopgrad._accumulate import same_memory, with_storage
-from pure_loopgrad._batched_grads import is_batched as is_batched_by_autograd
-from pure_loopgrad._batched_grads import level as level_of_autograd
-from pure_loopgrad._batched_grads import vmapped
+from pure_loopgrad._batched_grads import is_batched_by_autograd, level_of_autograd, vmapped
 from pure_loopgrad._capture import unwatched
 from pure_loopgrad._dual_level import has_tangent, in_dual_level
 from pure_loopgrad._early_stop import Layout, NotComputed, Recording
